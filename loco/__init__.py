@@ -1,0 +1,1 @@
+"""loco: train one language model on several clusters that are far apart."""
