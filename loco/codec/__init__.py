@@ -1,0 +1,29 @@
+"""Compression of pseudo-gradients: top-k, sign and levels, indices near their bound, bytes.
+
+    encoded = encode(a, k=64, bits=2, chunk=4096)     # encoded.payload, encoded.dense()
+    decoded = decode(encoded.payload, a.numel())      # decoded.indices, .values, .dense()
+
+Importing this package imports neither torch nor numba. The bytes: docs/protocol.md.
+"""
+
+from loco.codec.feedback import FeedbackEncoded, encode_feedback
+from loco.codec.header import HEADER_BYTES, REASONS, Header, payload_length, peek
+from loco.codec.payload import Decoded, Encoded, decode, decode_add, encode, encode_dense
+from loco.errors import PayloadError
+
+__all__ = [
+    "HEADER_BYTES",
+    "REASONS",
+    "Decoded",
+    "Encoded",
+    "FeedbackEncoded",
+    "Header",
+    "PayloadError",
+    "decode",
+    "decode_add",
+    "encode",
+    "encode_dense",
+    "encode_feedback",
+    "payload_length",
+    "peek",
+]
