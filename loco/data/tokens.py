@@ -1,0 +1,73 @@
+"""Byte-level tokens of a corpus, memory-mapped from a cache that is built once.
+
+A token is a byte of UTF-8; documents are joined by an empty line. The cache file is NumPy's `.npy`,
+which states its own dtype and length. It is written aside and renamed, so that many processes may
+build the same corpus at once and none reads half a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loco.data.corpus import Piece, Split, find_pieces
+from loco.errors import DataError
+
+Tokens = NDArray[np.unsignedinteger]  # [num_tokens], memory-mapped
+SEPARATOR = b"\n\n"
+FORMAT = 1  # raise it when the same text becomes other tokens
+
+
+def load_tokens(corpus: str, split: Split, *, cache: Path | None = None) -> Tokens:
+    """Memory-mapped tokens [num_tokens] uint8 of a corpus (see `loco.data.corpus`).
+
+    `cache` is the directory for token files; left out, it is $LOCO_CACHE_DIR, or `loco` under the
+    user's cache directory. DataError if the corpus is missing or empty, or the cache unwritable.
+    """
+    pieces = find_pieces(corpus, split)
+    directory = cache or default_cache_dir()
+    path = directory / f"{split}-{_fingerprint(pieces)}.npy"
+    try:
+        if not path.exists():
+            _build(path, pieces)
+        tokens: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep tokens of corpus {corpus!r} under {directory}: {error}; "
+            "set LOCO_CACHE_DIR to a directory that can be written"
+        ) from error
+    return tokens
+
+
+def default_cache_dir() -> Path:
+    if chosen := os.environ.get("LOCO_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loco"
+
+
+def _fingerprint(pieces: list[Piece]) -> str:
+    """Changes with any file's place, size or time, so that edited text is never served stale."""
+    digest = hashlib.sha256(f"format={FORMAT}".encode())
+    for piece in pieces:
+        modified = piece.path.stat().st_mtime_ns
+        digest.update(f"{piece.path.resolve()}:{piece.start}:{piece.stop}:{modified};".encode())
+    return digest.hexdigest()[:24]
+
+
+def _build(path: Path, pieces: list[Piece]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = SEPARATOR.join(piece.read() for piece in pieces)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.save(file, np.frombuffer(text, dtype=np.uint8))
+            os.fsync(file.fileno())
+        Path(aside).replace(path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,118 @@
+"""Export and load: the same tensors and logits, in Hugging Face's names; nothing overwritten.
+
+Run alone: pytest tests/loco/test_export.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from loco.config import ModelConfig
+from loco.errors import ConfigError, DataError
+from loco.export import export, load_exported
+from loco.layout import Layout
+from loco.model import build_model, layout_of, unpack
+
+TIED = ModelConfig(dim=24, num_layers=2, num_heads=3, num_kv_heads=1, ffn_dim=40, seq_len=16)
+UNTIED = TIED.model_copy(update={"tie_embeddings": False, "rope_theta": 500.0})
+
+
+def theta_of(config: ModelConfig) -> tuple[NDArray[np.float32], Layout]:
+    model = build_model(config, seed=3)
+    layout = layout_of(model)
+    theta = np.zeros(layout.num_elements, dtype=np.float32)
+    for name, tensor in unpack(theta, layout).items():
+        tensor[:] = model.get_parameter(name).detach().numpy()
+    return theta, layout
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED])
+def test_the_loaded_model_is_the_exported_one(config: ModelConfig, tmp_path: Path) -> None:
+    theta, layout = theta_of(config)
+    export(theta, layout, config, tmp_path / "model")
+    loaded = load_exported(tmp_path / "model")
+    original = build_model(config, seed=3)
+    assert loaded.config == config
+    assert layout_of(loaded) == layout
+    tokens = torch.arange(16)[None]
+    assert torch.equal(loaded(tokens), original(tokens))
+    loaded(tokens, tokens).backward()  # still trainable, still tied
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED])
+def test_names_are_those_of_hugging_face(config: ModelConfig, tmp_path: Path) -> None:
+    export(*theta_of(config), config, tmp_path / "model")
+    names = set(load_file(tmp_path / "model" / "model.safetensors"))
+    assert {n for n in names if ".layers." not in n} == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    } | (set() if config.tie_embeddings else {"lm_head.weight"})
+    assert {n.removeprefix("model.layers.1.") for n in names if ".layers.1." in n} == {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+        *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    }
+    published = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert published["model_type"] == "llama"
+    assert published["tie_word_embeddings"] is config.tie_embeddings
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED])
+def test_hugging_face_computes_the_same_logits(config: ModelConfig, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the rival; pip install transformers")
+    theta, layout = theta_of(config)
+    export(theta, layout, config, tmp_path / "model")
+    rival = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "Fellow-Citizens: 5¢."
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert ids[0].tolist() == list(text.encode())
+    assert tokenizer.decode(ids[0]) == text
+    ours = load_exported(tmp_path / "model")
+    torch.testing.assert_close(rival(ids[:, :16]).logits, ours(ids[:, :16]), atol=1e-5, rtol=1e-4)
+
+
+def test_the_tokenizer_maps_each_byte_to_itself(tmp_path: Path) -> None:
+    export(*theta_of(TIED), TIED, tmp_path / "model")
+    described = json.loads((tmp_path / "model" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = described["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(256))
+    assert vocabulary["A"] == ord("A")
+    assert vocabulary["Ġ"] == ord(" ")
+    assert vocabulary["Ċ"] == ord("\n")
+
+
+def test_an_existing_directory_is_refused_unless_empty(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    export(*theta_of(TIED), TIED, tmp_path / "empty")
+    with pytest.raises(ConfigError, match="is not an empty directory: choose another --out"):
+        export(*theta_of(TIED), TIED, tmp_path / "empty")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not an empty directory"):
+        export(*theta_of(TIED), TIED, tmp_path / "file")
+
+
+def test_what_an_interrupted_export_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "model.partial" / "rest").touch()
+    export(*theta_of(TIED), TIED, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert not (tmp_path / "model" / "rest").exists()
+
+
+def test_a_missing_or_damaged_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not hold a model that loco exported"):
+        load_exported(tmp_path / "none")
+    export(*theta_of(TIED), TIED, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(DataError, match="does not hold a model that loco exported"):
+        load_exported(tmp_path / "model")
