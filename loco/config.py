@@ -1,8 +1,8 @@
-"""The one configuration of a run: `run.toml`, owned by the coordinator, sent to every site at join.
+"""The one configuration of a run: `run.toml`, owned by the coordinator, sent to sites at join.
 
-Everything that sites must agree on is here; what is local to a site (address, name, data path, device,
-ranks) is a flag of `loco worker`. Unknown keys, wrong types and impossible values are refused before
-anything starts, with the key, the value, what is allowed and the nearest known key.
+Everything that sites must agree on is here; what is local to a site (address, name, data path,
+device, ranks) is a flag of `loco worker`. Unknown keys, wrong types and impossible values are
+refused before anything starts, with the key, the value, what is allowed and the nearest known key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RunConfig(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds the initial parameters and the order of the data."""
     rounds: Annotated[int, Field(ge=0, le=10_000_000)] = 40
-    """Outer rounds until the run is finished; 0 trains nothing and only serves the initial theta."""
+    """Outer rounds until the run is finished; 0 trains nothing and serves the initial theta."""
 
 
 class ModelConfig(_Section):
@@ -75,7 +75,7 @@ class ModelConfig(_Section):
 
 class DataConfig(_Section):
     corpus: Annotated[str, Field(min_length=1)] = "sotu"
-    """Default corpus of a site: `sotu`, `sotu:1790-1912` (years) or a path to text; see `loco.data`."""
+    """Default corpus of a site: `sotu`, `sotu:1790-1912` (years) or a path; see `loco.data`."""
     batch: PositiveInt = 16
     """Sequences a site takes an inner step, over all its ranks; the number of ranks divides it."""
     sites: dict[str, str] = {}
@@ -139,11 +139,11 @@ class CodecConfig(_Section):
 
 class QuorumConfig(_Section):
     min_sites: PositiveInt = 1
-    """Sites that must have joined before round 0 opens, and contributions a round needs to close."""
+    """Sites that must have joined before round 0 opens, and that a round needs to close."""
     grace_seconds: Seconds = 60.0
     """How long a round that has its quorum still waits for the other expected sites."""
     deadline_seconds: Seconds = 600.0
-    """A round open this long without quorum reports itself and re-arms; it never closes below quorum."""
+    """A round open so long without quorum says so and re-arms; it never closes below quorum."""
     heartbeat_seconds: Seconds = 2.0
     """How often a site reports itself."""
     dead_after_seconds: Seconds = 30.0
@@ -159,9 +159,18 @@ class QuorumConfig(_Section):
         return self
 
 
+class StateConfig(_Section):
+    """What the coordinator keeps on disk."""
+
+    snapshot_every_rounds: PositiveInt = 10
+    """Rounds between snapshots of theta; recovery replays the rounds since the last one."""
+    keep_updates: Annotated[int, Field(ge=1)] = 100
+    """Updates kept for sites that were away; one away for longer starts from a snapshot."""
+
+
 class EvalConfig(_Section):
     every_rounds: Annotated[int, Field(ge=0)] = 10
-    """Evaluate theta on the held-out text every so many rounds, at the start and the end; 0 = never."""
+    """Evaluate theta on held-out text every so many rounds, at start and end; 0 = never."""
     sequences: PositiveInt = 256
     """Held-out sequences, spread evenly over the validation text."""
 
@@ -174,6 +183,7 @@ class Config(_Section):
     outer: OuterConfig = OuterConfig()
     codec: CodecConfig = CodecConfig()
     quorum: QuorumConfig = QuorumConfig()
+    state: StateConfig = StateConfig()
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")

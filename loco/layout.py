@@ -1,8 +1,8 @@
 """The canonical order of trainable parameters, cut in chunks of 4096 elements.
 
-Every parameter starts on a chunk boundary of one padded flat fp32 buffer, `[num_chunks, 4096]`; the
-padding is zero and a zero is never sent, so a short last chunk costs nothing. Coordinator, sites, ranks
-and files all speak of rows of this buffer. Its fingerprint is compared at join.
+Every parameter starts on a chunk boundary of one padded flat fp32 buffer, `[num_chunks, 4096]`;
+the padding is zero and a zero is never sent, so a short last chunk costs nothing. Coordinator,
+sites, ranks and files all speak of rows of this buffer. Its fingerprint is compared at join.
 """
 
 from __future__ import annotations

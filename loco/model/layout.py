@@ -25,6 +25,15 @@ def layout_of(model: nn.Module) -> Layout:
     )
 
 
+def pack(model: nn.Module, layout: Layout) -> NDArray[np.float32]:
+    """Copy of the trainable parameters as the padded flat buffer [layout.num_elements] fp32."""
+    theta = np.zeros(layout.num_elements, np.float32)
+    named = dict(model.named_parameters())
+    for name, view in unpack(theta, layout).items():
+        view[...] = named[name].detach().float().cpu().numpy()
+    return theta
+
+
 def unpack(theta: NDArray[np.float32], layout: Layout) -> dict[str, NDArray[np.float32]]:
     """Views of the padded flat buffer [layout.num_elements] as named tensors, without a copy."""
     assert theta.shape == (layout.num_elements,), (theta.shape, layout.num_elements)

@@ -1,0 +1,1 @@
+"""The coordinator of a run: round machine, journal, reducer and gRPC service."""

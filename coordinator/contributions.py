@@ -1,0 +1,55 @@
+"""Reading contribution files: one payload per cell that the shard's rows touch, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from loco import codec
+from loco.errors import PayloadError
+from loco.layout import CHUNK, cells
+from loco.outer import Piece
+
+
+class ShardReader:
+    """Hands out the pieces of one shard cell by cell, as the reducer walks the cells."""
+
+    def __init__(self, path: Path, *, rows: range, weight: float) -> None:
+        self._payloads = read_payloads(path, rows)
+        self._weight = weight
+        self._next = next(self._payloads, None)
+
+    def pieces(self, cell: range) -> Iterator[Piece]:
+        """The piece within `cell`, if the shard has one."""
+        if self._next is None or self._next[0].start >= cell.stop:
+            return
+        rows, payload = self._next
+        self._next = next(self._payloads, None)
+        yield Piece(
+            start=(rows.start - cell.start) * CHUNK,
+            num_elements=len(rows) * CHUNK,
+            weight=self._weight,
+            payload=payload,
+        )
+
+
+def read_payloads(path: Path, rows: range) -> Iterator[tuple[range, bytes]]:
+    """`(rows, payload)` for each cell of a shard; PayloadError where the file does not fit."""
+    with path.open("rb") as file:
+        for part in cells(rows):
+            header = file.read(codec.HEADER_BYTES)
+            rest = file.read(codec.payload_length(header) - len(header))
+            yield part, header + rest
+        if file.read(1):
+            raise PayloadError("trailing_bytes", "bytes follow the last payload of the shard")
+
+
+def check_contribution(path: Path, rows: range, *, bits: int) -> int:
+    """Decode a whole shard strictly; return the number of values, or raise PayloadError."""
+    num_values = 0
+    for part, payload in read_payloads(path, rows):
+        found = codec.peek(payload).bits
+        if found != bits:
+            raise PayloadError("kind", f"{found}-bit payload, this run sends {bits} bits a value")
+        num_values += len(codec.decode(payload, len(part) * CHUNK).indices)
+    return num_values

@@ -1,0 +1,260 @@
+"""The round machine: `step(state, event, now) -> (state, effects)`; no clock, no I/O, no tensors.
+
+One round after the other: sites gather, a round opens for those that are ready, contributions
+come in, it closes (all expected ones are in, or quorum and grace), the reducer makes the update,
+the next one opens. Every decision is an event of its own, so that the journal alone tells what
+happened. Golden transcripts: tests/golden/machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from coordinator.admission import check_member, check_push, waiting_for
+from coordinator.events import (
+    Duplicate,
+    Effect,
+    Emit,
+    Event,
+    Heard,
+    Recovered,
+    Reduce,
+    Refuse,
+    RoundClosed,
+    RoundCommitted,
+    RoundLate,
+    RoundOpened,
+    Say,
+    ShardStored,
+    SiteJoined,
+    SiteLeft,
+    SiteLost,
+    SiteReady,
+    Tick,
+)
+from coordinator.state import Contribution, Site, SiteStatus, State, Update
+
+T = TypeVar("T")
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, ...]]:
+    """Apply one event; a refused or repeated one leaves the state as it was."""
+    objection = _objection(state, event)
+    if objection is not None:
+        return state, (objection,)
+    new = _apply(state, event, now)
+    return new, _decide(new, event, now)
+
+
+def _objection(state: State, event: Event) -> Refuse | Duplicate | None:
+    match event:
+        case ShardStored():
+            return check_push(state, event)
+        case SiteJoined():
+            known = state.sites.get(event.site)
+            same = known is not None and known.instance == event.instance
+            return Duplicate() if same and known is not None and known.status != "left" else None
+        case SiteReady() | SiteLeft() | Heard() | SiteLost():
+            return check_member(state, event.site, event.incarnation)
+        case _:
+            return None
+
+
+# --- what an event does -------------------------------------------------------------------------
+
+
+def _apply(state: State, event: Event, now: float) -> State:
+    match event:
+        case SiteJoined():
+            return _joined(state, event, now)
+        case SiteReady():
+            return _set_status(_heard(state, event.site, now), event.site, "ready")
+        case SiteLeft():
+            return _departed(state, event.site, "left")
+        case SiteLost():
+            return _departed(state, event.site, "lost")
+        case ShardStored():
+            return _stored(state, event, now)
+        case RoundOpened():
+            return _opened(state, event, now)
+        case RoundClosed():
+            return replace(state, phase="closing", included=event.included)
+        case RoundCommitted():
+            return _committed(state, event)
+        case Heard():
+            return _heard(state, event.site, now)
+        case Recovered():
+            return _recovered(state, now)
+        case RoundLate():
+            return _rearmed(state, now)
+        case Tick():
+            return state
+    raise AssertionError(f"unknown event {event!r}")
+
+
+def _joined(state: State, event: SiteJoined, now: float) -> State:
+    known = state.sites.get(event.site)
+    site = Site(
+        incarnation=known.incarnation + 1 if known else 1,
+        instance=event.instance,
+        num_ranks=event.num_ranks,
+        status="syncing",
+        heard_at=now,
+        rounds_included=known.rounds_included if known else 0,
+        tokens_included=known.tokens_included if known else 0,
+    )
+    return _without_partial(state, event.site).with_site(event.site, site)
+
+
+def _departed(state: State, name: str, status: SiteStatus) -> State:
+    return _set_status(_without_partial(state, name), name, status)
+
+
+def _without_partial(state: State, name: str) -> State:
+    """Expect no more of this process life; what it contributed in full still counts."""
+    have = state.contributions.get(name)
+    contributions = dict(state.contributions)
+    if have is not None and not have.complete:
+        del contributions[name]
+    expected = tuple(s for s in state.expected if s != name or (have and have.complete))
+    return replace(state, expected=expected, contributions=contributions)
+
+
+def _set_status(state: State, name: str, status: SiteStatus) -> State:
+    return state.with_site(name, replace(state.sites[name], status=status))
+
+
+def _heard(state: State, name: str, now: float) -> State:
+    return state.with_site(name, replace(state.sites[name], heard_at=now))
+
+
+def _stored(state: State, event: ShardStored, now: float) -> State:
+    have = state.contributions.get(event.site)
+    if have is None or have.incarnation != event.incarnation:
+        have = Contribution(
+            incarnation=event.incarnation,
+            num_shards=event.num_shards,
+            tokens=event.tokens,
+            inner_steps=event.inner_steps,
+            digests={},
+        )
+    have = replace(
+        have,
+        digests={**have.digests, event.shard: event.digest},
+        size_bytes=have.size_bytes + event.size_bytes,
+    )
+    state = replace(state, contributions={**state.contributions, event.site: have})
+    state = _set_status(_heard(state, event.site, now), event.site, "ready")
+    if state.quorum_at is None and len(state.complete) >= state.rules.min_sites:
+        state = replace(state, quorum_at=now)
+    return state
+
+
+def _opened(state: State, event: RoundOpened, now: float) -> State:
+    assert event.round == state.round
+    return replace(
+        state,
+        phase="open",
+        expected=event.expected,
+        deadline_at=now + state.rules.deadline_seconds,
+    )
+
+
+def _committed(state: State, event: RoundCommitted) -> State:
+    assert event.round == state.round
+    assert state.phase == "closing"
+    update = Update(
+        size_bytes=event.update_bytes,
+        digest=event.update_digest,
+        theta_digest=event.theta_digest,
+        included={name: state.contributions[name] for name in state.included},
+    )
+    sites = dict(state.sites)
+    for name in state.included:
+        sites[name] = replace(
+            sites[name],
+            rounds_included=sites[name].rounds_included + 1,
+            tokens_included=sites[name].tokens_included + state.contributions[name].tokens,
+        )
+    round_ = event.round + 1
+    oldest = round_ - state.rules.keep_updates
+    return replace(
+        state,
+        round=round_,
+        phase="finished" if round_ >= state.rules.rounds else "gathering",
+        digests={**_since(state.digests, oldest), round_: event.theta_digest},
+        sites=sites,
+        expected=(),
+        contributions={},
+        included=(),
+        updates={**_since(state.updates, oldest), event.round: update},
+        quorum_at=None,
+    )
+
+
+def _since(by_round: Mapping[int, T], oldest: int) -> dict[int, T]:
+    return {round_: value for round_, value in by_round.items() if round_ >= oldest}
+
+
+def _rearmed(state: State, now: float) -> State:
+    return replace(state, deadline_at=now + state.rules.deadline_seconds)
+
+
+def _recovered(state: State, now: float) -> State:
+    sites = {name: replace(site, heard_at=now) for name, site in state.sites.items()}
+    quorum_at = None if state.quorum_at is None else now
+    return _rearmed(replace(state, sites=sites, quorum_at=quorum_at), now)
+
+
+# --- what follows from it -----------------------------------------------------------------------
+
+
+def _decide(state: State, event: Event, now: float) -> tuple[Effect, ...]:
+    """The next decision, if one is due: it comes back as an event, and another may follow."""
+    if isinstance(event, RoundLate):
+        return (Say(message=f"round {state.round} is late: {waiting_for(state)}"),)
+    if isinstance(event, RoundClosed | Recovered) and state.phase == "closing":
+        return (Reduce(round=state.round, included=state.included),)
+    due: Event | None = _opening(state) or _closing(state, now)
+    if due is None and isinstance(event, Tick):
+        due = _lost_site(state, now) or _late(state, now)
+    return (Emit(event=due),) if due else ()
+
+
+def _late(state: State, now: float) -> RoundLate | None:
+    late = state.phase == "open" and now >= state.deadline_at
+    return RoundLate(round=state.round) if late else None
+
+
+def _lost_site(state: State, now: float) -> SiteLost | None:
+    for name, site in state.sites.items():
+        if site.alive and now - site.heard_at > state.rules.dead_after_seconds:
+            return SiteLost(site=name, incarnation=site.incarnation)
+    return None
+
+
+def _opening(state: State) -> RoundOpened | None:
+    ready = state.ready
+    if state.phase == "gathering":
+        # Round 0 waits for min_sites; later ones open for whoever is there and close at quorum.
+        enough = len(ready) >= (state.rules.min_sites if state.round == 0 else 1)
+        return RoundOpened(round=state.round, expected=ready) if enough else None
+    hopeful = {*state.expected, *state.complete}
+    if state.phase != "open" or len(hopeful) >= state.rules.min_sites:
+        return None
+    # The round cannot close as it stands, so nobody is disturbed when others are let in.
+    wider = tuple(sorted({*state.expected, *ready}))
+    return RoundOpened(round=state.round, expected=wider) if wider != state.expected else None
+
+
+def _closing(state: State, now: float) -> RoundClosed | None:
+    complete = state.complete
+    if state.phase != "open" or len(complete) < state.rules.min_sites:
+        return None
+    missing = tuple(name for name in state.expected if name not in complete)
+    grace_over = state.quorum_at is not None and now - state.quorum_at >= state.rules.grace_seconds
+    if missing and not grace_over:
+        return None
+    return RoundClosed(round=state.round, included=complete, missing=missing)

@@ -1,0 +1,161 @@
+"""The life of a coordinator process: open or create the run, serve, drain, close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import prometheus_client
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from coordinator.engine import Engine
+from coordinator.monitor import Monitor
+from coordinator.service import Service
+from coordinator.store import Store, write_aside
+from loco.config import Config, load_config
+from loco.errors import ConfigError
+from loco.wire.protocol import SERVER_OPTIONS, split_address
+from loco.wire.v1 import coordinator_pb2 as pb
+from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+
+log = logging.getLogger("loco.coordinator")
+
+DRAIN_SECONDS = 5.0
+_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
+
+
+def open_run(config_path: Path, state: Path) -> Store:
+    """Open the run in `state`, or create it from the config with fresh parameters."""
+    config = load_config(config_path)
+    if not Store.exists(state):
+        return _create_run(config, state)
+    store = Store.open(state)
+    if store.config != config:
+        changed = ", ".join(_differences(store.config, config))
+        raise ConfigError(
+            f"{config_path} differs from the config that the run in {state} was created with "
+            f"({changed}); restore it, or start a new run with another --state"
+        )
+    return store
+
+
+def _create_run(config: Config, state: Path) -> Store:
+    # Only a new run needs torch here; a coordinator that comes back must not wait for its import.
+    from loco.model import build_model, layout_of, pack
+
+    model = build_model(config.model, seed=config.run.seed)
+    layout = layout_of(model)
+    run_id = f"{config.run.name}-{secrets.token_hex(4)}"
+    return Store.create(
+        state, run_id=run_id, config=config, layout=layout, theta=pack(model, layout)
+    )
+
+
+def _differences(old: Config, new: Config) -> Iterator[str]:
+    for section in type(old).model_fields:
+        before, after = getattr(old, section), getattr(new, section)
+        for key in type(before).model_fields:
+            if getattr(before, key) != getattr(after, key):
+                was, now = getattr(before, key), getattr(after, key)
+                yield f"{section}.{key} was {was!r}, is {now!r}"
+
+
+async def serve(store: Store, *, listen: str, metrics: str | None) -> None:
+    """Serve the run until SIGTERM or SIGINT, or until the engine fails.
+
+    The address, with the port that was given for port 0, is in `address` of the state directory.
+    """
+    monitor = Monitor(store)
+    engine = Engine(store, monitor.observe)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    pb_grpc.add_CoordinatorServiceServicer_to_server(Service(engine, monitor), server)
+    await _add_standard_services(server)
+    port = _bind(server, listen)
+    with _metrics_server(metrics, monitor.registry):
+        await engine.start()
+        await server.start()
+        host = split_address(listen)[0]
+        with write_aside(store.directory / "address") as file:
+            file.write(f"{host}:{port}".encode())
+        log.info(
+            "run %s: listening on %s:%d, round %d of %d",
+            store.run_id,
+            host,
+            port,
+            engine.state.round,
+            store.config.run.rounds,
+        )
+        try:
+            await _until_told_to_stop(engine)
+        finally:
+            log.info("draining")
+            await engine.stop()
+            await server.stop(DRAIN_SECONDS)
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> int:
+    try:
+        return server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {listen}: the port is in use or the address is not of this "
+            "machine; is another coordinator running? give another --listen"
+        ) from error
+
+
+async def _add_standard_services(server: grpc.aio.Server) -> None:
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for name in ("", _SERVICE_NAME):
+        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection(
+        (
+            _SERVICE_NAME,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        ),
+        server,
+    )
+
+
+@contextlib.contextmanager
+def _metrics_server(address: str | None, registry: CollectorRegistry) -> Iterator[None]:
+    if address is None:
+        yield
+        return
+    host, port = split_address(address)
+    try:
+        server, _ = prometheus_client.start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {address}: {os.strerror(error.errno or 0)}; "
+            "give another --metrics"
+        ) from error
+    try:
+        log.info("metrics on http://%s:%d/metrics", host, server.server_port)
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+async def _until_told_to_stop(engine: Engine) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    waiting = asyncio.create_task(stop.wait())
+    await asyncio.wait((waiting, engine.failed), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if engine.failed.done():
+        engine.failed.result()  # raises what the reducer raised

@@ -1,0 +1,305 @@
+"""The gRPC service: translates between the wire and the engine.
+
+Every request is metered, checked for membership where it needs one, and answered, or refused with
+a reason in words. Files and decoding happen in threads, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from coordinator.admission import caught_up, check_member, directive
+from coordinator.engine import Engine
+from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
+from coordinator.monitor import Monitor
+from coordinator.refused import RefusedRequest
+from coordinator.upload import Upload
+from loco.config import check_site_name
+from loco.errors import ConfigError
+from loco.layout import Layout
+from loco.wire.protocol import BLOCK_BYTES, PROTOCOL_VERSION, REASON_KEY, wire_size
+from loco.wire.v1 import coordinator_pb2 as pb
+from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+MAX_WAIT_SECONDS = 30.0
+
+
+class Service(pb_grpc.CoordinatorServiceServicer):
+    """One method a verb of the proto; see there for what each is for."""
+
+    def __init__(self, engine: Engine, monitor: Monitor) -> None:
+        self._engine = engine
+        self._monitor = monitor
+        self._store = engine.store
+
+    # --- the verbs ------------------------------------------------------------------------------
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        return await self._unary(self._get_run, request, context, site="")
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
+        return await self._unary(self._join, request, context, site=request.site)
+
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: Context
+    ) -> pb.HeartbeatResponse:
+        return await self._unary(self._heartbeat, request, context, site=request.caller.site)
+
+    async def WaitRound(
+        self, request: pb.WaitRoundRequest, context: Context
+    ) -> pb.WaitRoundResponse:
+        return await self._unary(self._wait_round, request, context, site=request.caller.site)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        return await self._unary(self._leave, request, context, site=request.caller.site)
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        return await self._unary(self._status, request, context, site="")
+
+    async def Push(
+        self, request_iterator: AsyncIterator[pb.PushRequest], context: Context
+    ) -> pb.PushResponse:
+        upload = Upload(self._engine, self._monitor, self._count)
+        try:
+            response = await upload.receive(request_iterator)
+        except RefusedRequest as refused:
+            await self._refuse(context, refused)
+        self._count(upload.site, "down", "control", response)
+        return response
+
+    async def Pull(
+        self, request: pb.PullRequest, context: Context
+    ) -> AsyncIterator[pb.PullResponse]:
+        path = self._store.update(request.round)
+        async for data in self._download(request, path, "update", context):
+            yield pb.PullResponse(block=pb.Block(data=data))
+
+    async def Snapshot(
+        self, request: pb.SnapshotRequest, context: Context
+    ) -> AsyncIterator[pb.SnapshotResponse]:
+        path = self._store.snapshot_theta(request.round)
+        async for data in self._download(request, path, "snapshot", context):
+            yield pb.SnapshotResponse(block=pb.Block(data=data))
+
+    # --- control --------------------------------------------------------------------------------
+
+    async def _get_run(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
+        self._check_protocol(request.protocol_version)
+        if request.run_id:
+            self._check_run(request.run_id)
+        config = self._store.config
+        return pb.GetRunResponse(
+            run_id=self._store.run_id, config_json=config.to_json(), config_hash=config.hash()
+        )
+
+    async def _join(self, request: pb.JoinRequest) -> pb.JoinResponse:
+        self._check_protocol(request.protocol_version)
+        self._check_run(request.run_id)
+        self._check_joiner(request)
+        event = SiteJoined(
+            site=request.site, instance=request.instance, num_ranks=request.num_ranks
+        )
+        _raise_refusal(await self._engine.submit(event))
+        round_ = self._store.snapshot_round()
+        return pb.JoinResponse(
+            incarnation=self._engine.state.sites[request.site].incarnation,
+            snapshot_round=round_,
+            snapshot_digest=self._store.snapshot_digest(round_),
+            heartbeat_seconds=self._store.config.quorum.heartbeat_seconds,
+        )
+
+    async def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        self._check_caller(request.caller)
+        heard = Heard(site=request.caller.site, incarnation=request.caller.incarnation)
+        _raise_refusal(await self._engine.submit(heard))
+        self._monitor.heartbeat(request)
+        return pb.HeartbeatResponse(round=self._engine.state.round)
+
+    async def _leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
+        self._check_caller(request.caller)
+        caller = request.caller
+        left = SiteLeft(
+            site=caller.site, incarnation=caller.incarnation, reason=request.reason[:200]
+        )
+        _raise_refusal(await self._engine.submit(left))
+        return pb.LeaveResponse()
+
+    async def _status(self, request: pb.StatusRequest) -> pb.StatusResponse:
+        self._check_protocol(request.protocol_version)
+        return pb.StatusResponse(status_json=json.dumps(self._monitor.status(self._engine.state)))
+
+    async def _wait_round(self, request: pb.WaitRoundRequest) -> pb.WaitRoundResponse:
+        patience = min(max(request.timeout_seconds, 0.0), MAX_WAIT_SECONDS)
+        until = time.monotonic() + patience
+        while True:
+            response = await self._next_directive(request)
+            left = until - time.monotonic()
+            if response.directive != pb.DIRECTIVE_WAIT or left <= 0:
+                return response
+            await self._engine.changed(left)
+            if self._engine.draining:
+                raise RefusedRequest("", "the coordinator is shutting down")
+
+    async def _next_directive(self, request: pb.WaitRoundRequest) -> pb.WaitRoundResponse:
+        self._check_caller(request.caller)
+        site, have_round = request.caller.site, request.have_round
+        ready = caught_up(self._engine.state, site, have_round, request.theta_digest)
+        if ready is not None:
+            _raise_refusal(await self._engine.submit(ready))
+        state = self._engine.state
+        verdict = directive(state, site, have_round, request.theta_digest)
+        if isinstance(verdict, Refuse):
+            raise RefusedRequest(verdict.reason, verdict.message)
+        word, message = verdict
+        response = pb.WaitRoundResponse(
+            directive=pb.Directive.Value(f"DIRECTIVE_{word.upper()}"), message=message
+        )
+        if word == "update":
+            update = state.updates[have_round]
+            mine = update.included.get(site)
+            response.update_bytes = update.size_bytes
+            response.update_digest = bytes.fromhex(update.digest)
+            response.theta_digest = update.theta_digest
+            response.included = mine is not None and mine.incarnation == request.caller.incarnation
+        elif word == "resync":
+            self._monitor.metrics.digest_mismatches.labels(site).inc()
+            response.snapshot_round = self._store.snapshot_round()
+            response.theta_digest = self._store.snapshot_digest(response.snapshot_round)
+        return response
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def _check_protocol(self, version: int) -> None:
+        if version != PROTOCOL_VERSION:
+            raise RefusedRequest(
+                "protocol_version",
+                f"the caller speaks protocol version {version}, this coordinator "
+                f"{PROTOCOL_VERSION}: install the same version of loco on both sides",
+            )
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id != self._store.run_id:
+            raise RefusedRequest(
+                "run_id",
+                f"the request is for run {run_id!r}, this coordinator serves "
+                f"{self._store.run_id!r}: check the coordinator's address",
+            )
+
+    def _check_caller(self, caller: pb.Caller) -> None:
+        self._check_run(caller.run_id)
+        _raise_refusal(check_member(self._engine.state, caller.site, caller.incarnation))
+
+    def _check_joiner(self, request: pb.JoinRequest) -> None:
+        try:
+            check_site_name(request.site)
+        except ConfigError as error:
+            raise RefusedRequest("site_name", str(error)) from error
+        config_hash = self._store.config.hash()
+        if request.config_hash != config_hash:
+            raise RefusedRequest(
+                "config_hash",
+                f"site {request.site!r} has config {request.config_hash[:16]!r}, the run "
+                f"{config_hash[:16]!r}: fetch the run's config again",
+            )
+        layout = Layout.of((spec.name, tuple(spec.shape)) for spec in request.layout)
+        if request.layout_fingerprint != self._store.layout.fingerprint:
+            try:
+                layout.check_same(
+                    self._store.layout, mine=f"site {request.site!r}", theirs="the run"
+                )
+            except ConfigError as error:
+                raise RefusedRequest("layout", str(error)) from error
+        if not 1 <= request.num_ranks <= self._store.layout.num_chunks:
+            raise RefusedRequest(
+                "shard",
+                f"site {request.site!r} has {request.num_ranks} ranks; this model of "
+                f"{self._store.layout.num_chunks} chunks can be sharded over 1 to "
+                f"{self._store.layout.num_chunks}",
+            )
+        if request.HasField("have_round") and request.have_round > self._engine.state.round:
+            raise RefusedRequest(
+                "ahead",
+                f"site {request.site!r} holds round {request.have_round}, this coordinator is at "
+                f"round {self._engine.state.round}: it lost its state; restore its directory",
+            )
+
+    # --- plumbing -------------------------------------------------------------------------------
+
+    async def _unary(
+        self,
+        method: Callable[[RequestT], Awaitable[ResponseT]],
+        request: RequestT,
+        context: Context,
+        *,
+        site: str,
+    ) -> ResponseT:
+        try:
+            response = await method(request)
+        except RefusedRequest as refused:
+            await self._refuse(context, refused)
+        finally:
+            self._count(site, "up", "control", request)
+        self._count(site, "down", "control", response)
+        return response
+
+    async def _download(
+        self, request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Blocks of a file's range; metered."""
+        site = request.caller.site
+        self._count(site, "up", "control", request)
+        try:
+            self._check_caller(request.caller)
+            if not path.is_file():
+                raise RefusedRequest("not_available", f"no {kind} of round {request.round}")
+            if request.offset + request.length > path.stat().st_size:
+                raise RefusedRequest(
+                    "not_available",
+                    f"bytes {request.offset} to {request.offset + request.length} asked for, "
+                    f"the {kind} of round {request.round} has {path.stat().st_size}",
+                )
+        except RefusedRequest as refused:
+            await self._refuse(context, refused)
+        with path.open("rb") as file:
+            file.seek(request.offset)
+            left = request.length
+            while left:
+                data = await asyncio.to_thread(file.read, min(BLOCK_BYTES, left))
+                left -= len(data)
+                self._monitor.metrics.wire.count(self._label(site), "down", kind, len(data) + 16)
+                yield data
+
+    async def _refuse(self, context: Context, refused: RefusedRequest) -> None:
+        if not refused.reason:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, refused.message)
+        self._monitor.refused(refused.reason)
+        await context.abort(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            refused.message,
+            trailing_metadata=((REASON_KEY, refused.reason),),
+        )
+
+    def _count(self, site: str, direction: str, kind: str, message: Message) -> None:
+        self._monitor.metrics.wire.count(self._label(site), direction, kind, wire_size(message))
+
+    def _label(self, site: str) -> str:
+        """Only members get a series of their own: strangers must not grow the page."""
+        return site if site in self._engine.state.sites else "none"
+
+
+def _raise_refusal(answer: object) -> None:
+    if isinstance(answer, Refuse):
+        raise RefusedRequest(answer.reason, answer.message)

@@ -1,0 +1,107 @@
+"""What the round machine knows: plain frozen data, made anew at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+SiteStatus = Literal["syncing", "ready", "lost", "left"]
+Phase = Literal["gathering", "open", "closing", "finished"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The part of the config that the machine obeys; times in seconds."""
+
+    rounds: int
+    min_sites: int
+    grace_seconds: float
+    deadline_seconds: float
+    dead_after_seconds: float
+    keep_updates: int
+    """Committed updates that a site which was away may still catch up with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A site as the coordinator knows it."""
+
+    incarnation: int
+    instance: str
+    num_ranks: int
+    status: SiteStatus
+    heard_at: float
+    rounds_included: int = 0
+    tokens_included: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return self.status in ("syncing", "ready")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """What has come from one site for the current round."""
+
+    incarnation: int
+    num_shards: int
+    tokens: int
+    inner_steps: int
+    digests: Mapping[int, str]  # shard -> digest of its bytes
+    size_bytes: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.digests) == self.num_shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """A committed update: what turns theta of its round into theta of the next."""
+
+    size_bytes: int
+    digest: str
+    theta_digest: str  # of theta after it
+    included: Mapping[str, Contribution]
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that the machine knows."""
+
+    rules: Rules
+    digests: Mapping[int, str]  # round -> digest of theta at that round, hex
+    round: int = 0
+    phase: Phase = "gathering"
+    sites: Mapping[str, Site] = field(default_factory=dict)
+    expected: tuple[str, ...] = ()
+    contributions: Mapping[str, Contribution] = field(default_factory=dict)
+    included: tuple[str, ...] = ()
+    updates: Mapping[int, Update] = field(default_factory=dict)
+    deadline_at: float = 0.0
+    quorum_at: float | None = None
+
+    @property
+    def theta_digest(self) -> str:
+        """Digest of theta at the current round."""
+        return self.digests[self.round]
+
+    @property
+    def complete(self) -> tuple[str, ...]:
+        """Sites whose contribution to the current round is whole, sorted by name."""
+        return tuple(sorted(s for s, c in self.contributions.items() if c.complete))
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """Sites that hold theta of the current round or are on their way from the last."""
+        return tuple(sorted(s for s, site in self.sites.items() if site.status == "ready"))
+
+    def with_site(self, name: str, site: Site) -> State:
+        return replace(self, sites={**self.sites, name: site})
+
+
+def initial_state(rules: Rules, theta_digest: str) -> State:
+    """The state of a new run: no site, round 0."""
+    phase: Phase = "gathering" if rules.rounds else "finished"
+    return State(rules=rules, digests={0: theta_digest}, phase=phase)

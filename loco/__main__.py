@@ -1,0 +1,5 @@
+"""`python -m loco` is `loco`."""
+
+from loco.cli import main
+
+main()

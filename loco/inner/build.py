@@ -1,0 +1,40 @@
+"""From the config's `[inner]` to an optimizer, and its learning rate at any inner step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from loco.config import InnerConfig
+from loco.inner.base import InnerOptimizer
+from loco.inner.dense import DenseSync
+from loco.inner.groups import Group
+
+
+def build_inner(config: InnerConfig, model: nn.Module, group: Group) -> InnerOptimizer:
+    """The inner optimizer of one rank; matrices decay, norms and biases do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=config.lr)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=True)
+    return DenseSync(optimizer, group=group, max_grad_norm=config.max_grad_norm)
+
+
+def lr_at(config: InnerConfig, step: int, total_steps: int) -> float:
+    """Learning rate at a global inner step: linear warm-up, then cosine to the minimum.
+
+    A pure function of the step: a site that restarts or joins late has the lr of the others.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * cosine)

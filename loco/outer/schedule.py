@@ -1,0 +1,19 @@
+"""Schedules of the outer loop: pure functions of the round."""
+
+from __future__ import annotations
+
+import math
+
+from loco.config import CodecConfig
+
+
+def k_at(codec: CodecConfig, round_: int) -> int:
+    """Values kept a chunk in this round: geometric from `k_start` to `k` over `k_ramp_rounds`.
+
+    The first rounds are denser because error feedback starts empty (time constant 1 / (1 - beta)
+    rounds) while theta moves fastest.
+    """
+    if codec.k_start is None or round_ >= codec.k_ramp_rounds:
+        return codec.k
+    exponent = round_ / codec.k_ramp_rounds
+    return round(codec.k_start * math.pow(codec.k / codec.k_start, exponent))

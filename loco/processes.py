@@ -1,0 +1,49 @@
+"""Child processes that never outlive their parent, and that always end in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+
+_PR_SET_PDEATHSIG = 1
+_PARENT = "LOCO_PARENT_PID"
+
+
+def spawn(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start a child that is told to die with this process (see `die_with_parent`)."""
+    return subprocess.Popen(command, env={**os.environ, **(env or {}), _PARENT: str(os.getpid())})
+
+
+def die_with_parent() -> None:
+    """Called by a child of `spawn`: the kernel kills it when its parent ends, however that ends."""
+    parent = os.environ.pop(_PARENT, None)
+    if parent is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it ended before we asked
+        os._exit(1)
+
+
+def interrupt_on_sigterm() -> None:
+    """Make SIGTERM end this process as Ctrl+C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def stop_all(children: Iterable[subprocess.Popen[bytes]], *, grace_seconds: float = 5.0) -> None:
+    """SIGTERM to all that still run; SIGKILL to those that have not ended after the grace."""
+    running = [child for child in children if child.poll() is None]
+    for child in running:
+        child.send_signal(signal.SIGTERM)
+    until = time.monotonic() + grace_seconds
+    for child in running:
+        try:
+            child.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

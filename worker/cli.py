@@ -1,0 +1,77 @@
+"""`loco worker`, which `python -m worker` under torchrun equals."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from loco.config import check_site_name
+from loco.errors import ConfigError
+from loco.log import start_logging
+from loco.processes import die_with_parent, interrupt_on_sigterm
+from loco.wire.protocol import split_address
+from worker.options import Options
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this package to `loco`."""
+    app.command()(worker)
+
+
+def worker(
+    coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator.")],
+    site: Annotated[str, typer.Option(help="Name of this site, for example paris.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start here; under torchrun its world is used. Default 1."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Corpus of this site, instead of the config's.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads a rank. Default: cores over local ranks.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for a coordinator that is away.")
+    ] = 3600.0,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Rank r serves /metrics on PORT + r.")
+    ] = None,
+) -> None:
+    """Join a run as one site and train until it is finished.
+
+    Exit codes: 0 done, 2 bad usage or config, 3 refused by the coordinator, 4 coordinator
+    unreachable, 5 training failed (non-finite), 130 interrupted.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "0"))
+    if ranks is not None and (ranks < 1 or (world and ranks != world)):
+        allowed = f"the {world} ranks of this torchrun job" if world else "at least 1"
+        raise ConfigError(f"--ranks {ranks} is not possible: use {allowed}")
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks or 1))
+    options = Options(
+        coordinator=coordinator,
+        site=check_site_name(site),
+        data=data,
+        device=device,
+        patience_seconds=patience,
+        threads=threads or max(1, (os.cpu_count() or 1) // num_local),
+        metrics=metrics,
+    )
+    for address in (coordinator, metrics):
+        if address is not None:
+            split_address(address)
+    if not world and num_local > 1:
+        from worker.launch import launch
+
+        sys.exit(launch(num_local, options))
+    die_with_parent()
+    interrupt_on_sigterm()
+    start_logging(f"{site}/{os.environ.get('RANK', '0')}")
+
+    from worker.rank import run_rank
+
+    run_rank(options)

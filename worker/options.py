@@ -1,0 +1,37 @@
+"""What is local to a site: the flags of `loco worker`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything else comes from the coordinator at join."""
+
+    coordinator: str
+    """HOST:PORT."""
+    site: str
+    data: str | None
+    """Corpus instead of the one that the config names for this site."""
+    device: str
+    """auto, cpu or cuda."""
+    patience_seconds: float
+    """How long to wait for a coordinator that does not answer before giving up."""
+    threads: int
+    """CPU threads of each rank."""
+    metrics: str | None
+    """HOST:PORT; rank r serves /metrics on PORT + r."""
+
+    def arguments(self) -> list[str]:
+        """The command line that gives these options."""
+        flags = {
+            "--coordinator": self.coordinator,
+            "--site": self.site,
+            "--data": self.data,
+            "--device": self.device,
+            "--patience": self.patience_seconds,
+            "--threads": self.threads,
+            "--metrics": self.metrics,
+        }
+        return [str(part) for item in flags.items() if item[1] is not None for part in item]

@@ -1,0 +1,62 @@
+"""One rank from start to exit code: what every process of a site runs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from prometheus_client import CollectorRegistry, start_http_server
+
+from loco.errors import ConfigError, LocoError, NonFiniteError
+from loco.metrics import WireMetrics
+from loco.wire.protocol import split_address
+from worker.loop import Worker
+from worker.options import Options
+from worker.session import Session
+from worker.site import Site
+
+
+def run_rank(options: Options) -> None:
+    """Form the site with the other ranks, train until the run is finished, leave."""
+    torch.set_num_threads(options.threads)
+    site = Site.join(options.device)
+    registry = CollectorRegistry()
+    _serve_metrics(options.metrics, site.rank, registry)
+    session = Session(
+        options.coordinator, options.site, options.patience_seconds, WireMetrics(registry)
+    )
+    try:
+        Worker(options, site, session).run()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (KeyboardInterrupt, NonFiniteError) as end:
+        if site.leads and session.caller.incarnation:
+            session.leave(str(end) or "interrupted")
+        raise
+    except RuntimeError as error:
+        if site.num_ranks == 1 or not _is_of_collective(error):
+            raise
+        raise LocoError(
+            f"rank {site.rank} lost another rank of site {options.site!r}: {error}"
+        ) from error
+    finally:
+        session.close()
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """torch has a class for NCCL's errors; gloo's are plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+def _serve_metrics(address: str | None, rank: int, registry: CollectorRegistry) -> None:
+    if address is None:
+        return
+    host, port = split_address(address)
+    try:
+        start_http_server(port + rank, host, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics of rank {rank} on {host}:{port + rank}: "
+            f"{os.strerror(error.errno or 0)}; give another --metrics"
+        ) from error

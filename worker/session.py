@@ -1,0 +1,224 @@
+"""The site's side of the wire: one rank's conversation with the coordinator.
+
+On failure: while the coordinator is away every call is tried again, with growing pauses and a log
+line that says for how long; after `patience` seconds without an answer it raises UnreachableError.
+What the coordinator refuses raises RefusedError at once, with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from loco.digest import bytes_digest
+from loco.errors import UnreachableError
+from loco.layout import Layout
+from loco.metrics import WireMetrics
+from loco.wire.protocol import (
+    BLOCK_BYTES,
+    CHANNEL_OPTIONS,
+    PROTOCOL_VERSION,
+    wire_size,
+)
+from loco.wire.refusal import describe, refusal_of
+from loco.wire.v1 import coordinator_pb2 as pb
+from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+
+log = logging.getLogger("loco.worker")
+
+T = TypeVar("T")
+MessageT = TypeVar("MessageT", bound=Message)
+
+CALL_SECONDS = 30.0
+POLL_SECONDS = 20.0
+MAX_PAUSE_SECONDS = 5.0
+# Answers that mean "not now": the coordinator is starting, stopping or out of reach.
+_TRY_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Session:
+    """Calls of one rank; the leader also joins, waits, beats and leaves."""
+
+    def __init__(self, address: str, site: str, patience: float, wire: WireMetrics) -> None:
+        self.address = address
+        self._site = site
+        self._patience = patience
+        self.wire = wire
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.CoordinatorServiceStub(self._channel)
+        self._instance = secrets.token_hex(8)
+        self.caller = pb.Caller()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    # --- the leader -----------------------------------------------------------------------------
+
+    def get_run(self) -> pb.GetRunResponse:
+        """The run and its config."""
+        request = pb.GetRunRequest(protocol_version=PROTOCOL_VERSION)
+        return self._call(self._stub.GetRun, request)
+
+    def join(self, run: pb.GetRunResponse, layout: Layout, num_ranks: int) -> pb.JoinResponse:
+        """Enter the run."""
+        request = pb.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=run.run_id,
+            site=self._site,
+            instance=self._instance,
+            num_ranks=num_ranks,
+            config_hash=run.config_hash,
+            layout_fingerprint=layout.fingerprint,
+            layout=[pb.TensorSpec(name=p.name, shape=p.shape) for p in layout.parameters],
+        )
+        return self._call(self._stub.Join, request)
+
+    def next_directive(self, have_round: int, theta_digest: str) -> pb.WaitRoundResponse:
+        """Wait until the site may go on; says in the log for what it waits."""
+        request = pb.WaitRoundRequest(
+            caller=self.caller,
+            have_round=have_round,
+            theta_digest=theta_digest,
+            timeout_seconds=POLL_SECONDS,
+        )
+        started = time.monotonic()
+        while True:
+            response = self._call(self._stub.WaitRound, request, timeout=2 * POLL_SECONDS)
+            if response.directive != pb.DIRECTIVE_WAIT:
+                return response
+            waited = time.monotonic() - started
+            log.info("waiting for %.0f s: %s", waited, response.message)
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye; a coordinator that does not answer now is not waited for."""
+        request = pb.LeaveRequest(caller=self.caller, reason=reason)
+        try:
+            self._stub.Leave(request, timeout=2.0)
+        except grpc.RpcError as error:
+            log.info("left without a goodbye: %s", describe(error))
+
+    # --- every rank -----------------------------------------------------------------------------
+
+    def push(self, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
+        """Upload one shard; safe to repeat."""
+        header.caller.CopyFrom(self.caller)
+        header.size_bytes = len(body)
+        header.digest = bytes_digest(body)
+
+        def messages() -> Iterator[pb.PushRequest]:
+            yield self._sent(pb.PushRequest(header=header), "contribution")
+            for start in range(0, len(body), BLOCK_BYTES):
+                block = pb.Block(data=body[start : start + BLOCK_BYTES])
+                yield self._sent(pb.PushRequest(block=block), "contribution")
+
+        def push_once() -> pb.PushResponse:
+            return self._stub.Push(messages())
+
+        response = self._patiently(push_once)
+        self._received(response, "control")
+        return response
+
+    def pull(self, round_: int, span: range) -> bytes:
+        """These bytes of the update that ends a round."""
+
+        def ask(offset: int) -> Iterator[pb.PullResponse]:
+            request = pb.PullRequest(
+                caller=self.caller, round=round_, offset=offset, length=span.stop - offset
+            )
+            return self._stub.Pull(self._sent(request, "control"))
+
+        return self._download(ask, span, "update")
+
+    def snapshot(self, round_: int, span: range) -> bytes:
+        """These bytes of theta at a snapshot's round."""
+
+        def ask(offset: int) -> Iterator[pb.SnapshotResponse]:
+            request = pb.SnapshotRequest(
+                caller=self.caller, round=round_, offset=offset, length=span.stop - offset
+            )
+            return self._stub.Snapshot(self._sent(request, "control"))
+
+        return self._download(ask, span, "snapshot")
+
+    # --- plumbing -------------------------------------------------------------------------------
+
+    def _download(
+        self,
+        ask: Callable[[int], Iterator[pb.PullResponse] | Iterator[pb.SnapshotResponse]],
+        span: range,
+        kind: str,
+    ) -> bytes:
+        """Bytes of `span`; after a broken connection it goes on where it stopped."""
+        data = bytearray()
+
+        def go_on() -> None:
+            if len(data) == len(span):
+                return
+            for response in ask(span.start + len(data)):
+                self._received(response, kind)
+                data.extend(response.block.data)
+
+        self._patiently(go_on)
+        return bytes(data)
+
+    def _call(
+        self,
+        method: Callable[..., T],
+        request: Message,
+        *,
+        timeout: float = CALL_SECONDS,
+    ) -> T:
+        response = self._patiently(lambda: method(self._sent(request, "control"), timeout=timeout))
+        assert isinstance(response, Message)
+        self._received(response, "control")
+        return response
+
+    def _patiently(self, attempt: Callable[[], T]) -> T:
+        away_since: float | None = None
+        pause = 0.1
+        while True:
+            try:
+                return attempt()
+            except grpc.RpcError as error:
+                refused = refusal_of(error)
+                if refused is not None:
+                    raise refused from None
+                if error.code() not in _TRY_AGAIN:
+                    raise UnreachableError(
+                        f"the coordinator at {self.address} failed: {describe(error)}"
+                    ) from None
+                now = time.monotonic()
+                away_since = away_since or now
+                self._give_up_if_due(now - away_since, error)
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+    def _give_up_if_due(self, away: float, error: grpc.RpcError) -> None:
+        if away >= self._patience:
+            raise UnreachableError(
+                f"the coordinator at {self.address} did not answer for {away:.0f} s "
+                f"({describe(error)}): check the address and that it runs, or give a longer "
+                "--patience"
+            ) from None
+        if away > 0:
+            log.warning(
+                "coordinator %s away for %.0f s, giving up in %.0f s: %s",
+                self.address,
+                away,
+                self._patience - away,
+                describe(error),
+            )
+
+    def _sent(self, message: MessageT, kind: str) -> MessageT:
+        self.wire.count(self._site, "up", kind, wire_size(message))
+        return message
+
+    def _received(self, message: Message, kind: str) -> None:
+        self.wire.count(self._site, "down", kind, wire_size(message))

@@ -1,0 +1,135 @@
+"""The ranks of one site: who am I, and how outer state moves between us.
+
+Tensors move by torch.distributed (NCCL on CUDA, gloo on CPU). On failure of a rank a collective
+raises on the others; an error that is not a failure is raised by all ranks alike (`together`), so
+that none waits for ever in a collective that another rank never enters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loco import errors
+from loco.errors import ConfigError, LocoError, RefusedError
+from loco.inner.groups import Group
+from loco.layout import CHUNK, Layout
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)  # others wait in one while a rank waits for the coordinator
+
+
+class Site:
+    """This rank's view of its site."""
+
+    def __init__(self, device: torch.device, group: Group) -> None:
+        self.device = device
+        self.group = group
+        self.rank = group.rank
+        self.num_ranks = group.size
+
+    @classmethod
+    def join(cls, device_name: str) -> Site:
+        """Form the site from torchrun's environment (RANK, WORLD_SIZE, ...), or a world of one."""
+        device = _device(device_name)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=os.environ.get("LOCO_INIT_METHOD", "env://"),
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+        return cls(device, Group())
+
+    @property
+    def leads(self) -> bool:
+        """The rank that speaks for the site."""
+        return self.rank == 0
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do `work` on every rank; if it fails on any, all raise the lowest rank's error."""
+        result, failure = None, b""
+        try:
+            result = work()
+        except LocoError as error:
+            failure = _pack_error(error)
+        for packed in self.gather_bytes(failure):
+            if packed:
+                raise _unpack_error(packed)
+        return result  # type: ignore[return-value]  # None only where work returned it
+
+    def from_leader(self, work: Callable[[], bytes]) -> bytes:
+        """Do `work` on the leader only; everyone gets what it returns, or raises what it raised."""
+        mine = self.together(work if self.leads else bytes)
+        return self.gather_bytes(mine)[0]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in order of rank; lengths may differ."""
+        lengths = self._gather(torch.tensor([len(data)], dtype=torch.int64)).view(-1)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if not len(padded):
+            return [b""] * self.num_ranks
+        rows = self._gather(padded)
+        return [bytes(row[:n].numpy()) for row, n in zip(rows, lengths.tolist(), strict=True)]
+
+    def gather_rows(self, own: Tensor, layout: Layout) -> Tensor:
+        """From every rank's shard [rows * 4096] the whole padded buffer [num_elements], on CPU."""
+        shards = [layout.shard(rank, self.num_ranks) for rank in range(self.num_ranks)]
+        width = max(len(rows) for rows in shards) * CHUNK
+        padded = torch.zeros(width, dtype=own.dtype)
+        padded[: own.numel()] = own
+        parts = self._gather(padded)
+        return torch.cat(
+            [part[: len(rows) * CHUNK] for part, rows in zip(parts, shards, strict=True)]
+        )
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self.group.all_reduce_sum(total)
+        return total.tolist()
+
+    def _gather(self, own: Tensor) -> Tensor:
+        return self.group.all_gather(own.to(self.device)).wait().cpu()
+
+
+def _device(name: str) -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ConfigError(f"--device {name!r} is not known: use auto, cpu or cuda")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device cuda: rank {local_rank} of this node has no GPU, "
+            f"{torch.cuda.device_count()} are visible; start fewer ranks or use --device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _pack_error(error: LocoError) -> bytes:
+    reason = error.reason if isinstance(error, RefusedError) else ""
+    return json.dumps([type(error).__name__, str(error), reason]).encode()
+
+
+def _unpack_error(packed: bytes) -> LocoError:
+    name, message, reason = json.loads(packed)
+    if name == "RefusedError":
+        return RefusedError(message, reason=reason)
+    kind = getattr(errors, name)
+    assert issubclass(kind, LocoError)
+    return kind(message) if name != "PayloadError" else LocoError(message)
