@@ -54,8 +54,9 @@ class Monitor:
         self._evaluations: dict[int, float] = {}  # round -> bits per byte
         self._opened_at = 0.0
         self._closed_at = 0.0
-        self._values_up = 0
+        self._values_up = 0  # in the round that is open
         self._value_bytes_up = 0
+        self._bits_per_value_up: float | None = None  # of the last committed round
         self._started_at = time.time()
 
     # --- what happens ---------------------------------------------------------------------------
@@ -97,6 +98,9 @@ class Monitor:
         ratio.labels("up").set(
             dense * len(included) / max(1, sum(c.size_bytes for c in included.values()))
         )
+        if self._values_up:
+            self._bits_per_value_up = 8 * self._value_bytes_up / self._values_up
+            self._values_up = self._value_bytes_up = 0
         for name, have in included.items():
             self.metrics.tokens.labels(name).inc(have.tokens)
         log.info(
@@ -163,9 +167,7 @@ class Monitor:
             "sites_alive": sum(site.alive for site in state.sites.values()),
             "sites_included": len(last.included) if last else 0,
             "update_bytes": last.size_bytes if last else 0,
-            "bits_per_value_up": (
-                8 * self._value_bytes_up / self._values_up if self._values_up else None
-            ),
+            "bits_per_value_up": self._bits_per_value_up,
             "validation": [
                 {"round": round_, "bits_per_byte": self._evaluations[round_]}
                 for round_ in sorted(self._evaluations)

@@ -12,6 +12,7 @@ import typer
 
 from loco import commands
 from loco.errors import EXIT_INTERRUPTED, LocoError
+from loco.processes import die_with_parent
 
 app = typer.Typer(
     help="Train one language model on several clusters that are far apart.",
@@ -32,6 +33,7 @@ def main() -> None:
 
 def run(command: typer.Typer, args: list[str] | None = None) -> int:
     """Exit code of a command line, with errors printed as one line."""
+    die_with_parent()
     try:
         command(args, standalone_mode=True)
     except SystemExit as end:

@@ -9,14 +9,18 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable
+from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "LOCO_PARENT_PID"
 
 
-def spawn(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def spawn(
+    command: list[str], env: dict[str, str] | None = None, stderr: BinaryIO | None = None
+) -> subprocess.Popen[bytes]:
     """Start a child that is told to die with this process (see `die_with_parent`)."""
-    return subprocess.Popen(command, env={**os.environ, **(env or {}), _PARENT: str(os.getpid())})
+    environment = {**os.environ, **(env or {}), _PARENT: str(os.getpid())}
+    return subprocess.Popen(command, env=environment, stderr=stderr)
 
 
 def die_with_parent() -> None:

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from loco.config import check_site_name
 from loco.errors import ConfigError
 from loco.log import start_logging
-from loco.processes import die_with_parent, interrupt_on_sigterm
+from loco.processes import interrupt_on_sigterm
 from loco.wire.protocol import split_address
 from worker.options import Options
 
@@ -47,6 +46,8 @@ def worker(
     Exit codes: 0 done, 2 bad usage or config, 3 refused by the coordinator, 4 coordinator
     unreachable, 5 training failed (non-finite), 130 interrupted.
     """
+    from loco.config import check_site_name  # imports pydantic: too slow for `loco --help`
+
     world = int(os.environ.get("WORLD_SIZE", "0"))
     if ranks is not None and (ranks < 1 or (world and ranks != world)):
         allowed = f"the {world} ranks of this torchrun job" if world else "at least 1"
@@ -68,7 +69,6 @@ def worker(
         from worker.launch import launch
 
         sys.exit(launch(num_local, options))
-    die_with_parent()
     interrupt_on_sigterm()
     start_logging(f"{site}/{os.environ.get('RANK', '0')}")
 

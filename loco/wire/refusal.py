@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import grpc
 
 from loco.errors import RefusedError
@@ -10,10 +12,10 @@ from loco.wire.protocol import REASON_KEY
 
 def refusal_of(error: grpc.RpcError) -> RefusedError | None:
     """The refusal that the trailing metadata carries; None for failures of any other kind."""
-    assert isinstance(error, grpc.Call)  # every error of a stub is one
-    trailing = dict(iter(error.trailing_metadata() or ()))
+    call = cast(grpc.Call, error)  # what a stub raises is both; the type stubs know only one
+    trailing = dict(iter(call.trailing_metadata() or ()))
     reason = trailing.get(REASON_KEY)
-    return RefusedError(str(error.details()), reason=str(reason)) if reason else None
+    return RefusedError(str(call.details()), reason=str(reason)) if reason else None
 
 
 def describe(error: grpc.RpcError) -> str:

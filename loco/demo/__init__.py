@@ -1,0 +1,1 @@
+"""`loco demo`: a coordinator and its sites as separate processes on this machine."""
