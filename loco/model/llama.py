@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from loco.config import ModelConfig
 
 NORM_EPS = 1e-5  # Llama 2 and later
+EMBEDDING_STD = 0.02  # also of the output head: the first guess is close to uniform
 
 
 class Llama(nn.Module):
@@ -151,14 +152,20 @@ def build_model(config: ModelConfig, *, seed: int) -> Llama:
     """
     model = Llama(config)
     generator = torch.Generator().manual_seed(seed)
-    residual = ("o_proj.weight", "down_proj.weight")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-                continue
-            std = 0.02
-            if name.endswith(residual):  # GPT-2: the residual stream keeps its variance with depth
-                std /= math.sqrt(2 * config.num_layers)
-            parameter.normal_(0.0, std, generator=generator)
+            _initialise(name, parameter, generator)
     return model
+
+
+def _initialise(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Blocks start as the identity, which allows twice the learning rate (docs/lab-log.md, Recipe):
+    what a block adds to the residual stream starts at zero, other matrices keep the variance."""
+    if parameter.ndim == 1:
+        parameter.fill_(1.0)
+    elif name.endswith(("o_proj.weight", "down_proj.weight")):
+        parameter.zero_()
+    elif name in ("embed_tokens.weight", "lm_head.weight"):
+        parameter.normal_(0.0, EMBEDDING_STD, generator=generator)
+    else:
+        parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[1]), generator=generator)

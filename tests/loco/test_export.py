@@ -18,19 +18,25 @@ from loco.config import ModelConfig
 from loco.errors import ConfigError, DataError
 from loco.export import export, load_exported
 from loco.layout import Layout
-from loco.model import build_model, layout_of, unpack
+from loco.model import Llama, build_model, layout_of, pack
 
 TIED = ModelConfig(dim=24, num_layers=2, num_heads=3, num_kv_heads=1, ffn_dim=40, seq_len=16)
 UNTIED = TIED.model_copy(update={"tie_embeddings": False, "rope_theta": 500.0})
 
 
-def theta_of(config: ModelConfig) -> tuple[NDArray[np.float32], Layout]:
+def trained(config: ModelConfig) -> Llama:
+    """A model whose every parameter matters; at the start whole blocks are zero."""
     model = build_model(config, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def theta_of(config: ModelConfig) -> tuple[NDArray[np.float32], Layout]:
+    model = trained(config)
     layout = layout_of(model)
-    theta = np.zeros(layout.num_elements, dtype=np.float32)
-    for name, tensor in unpack(theta, layout).items():
-        tensor[:] = model.get_parameter(name).detach().numpy()
-    return theta, layout
+    return pack(model, layout), layout
 
 
 @pytest.mark.parametrize("config", [TIED, UNTIED])
@@ -38,7 +44,7 @@ def test_the_loaded_model_is_the_exported_one(config: ModelConfig, tmp_path: Pat
     theta, layout = theta_of(config)
     export(theta, layout, config, tmp_path / "model")
     loaded = load_exported(tmp_path / "model")
-    original = build_model(config, seed=3)
+    original = trained(config)
     assert loaded.config == config
     assert layout_of(loaded) == layout
     tokens = torch.arange(16)[None]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from loco.config import ModelConfig
-from loco.model import Llama, build_model, layout_of, unpack
+from loco.model import Llama, build_model, layout_of, pack, unpack
 from loco.model.llama import NORM_EPS
 
 SMALL = {"vocab_size": 31, "dim": 24, "num_layers": 2, "ffn_dim": 40, "seq_len": 16}
@@ -105,6 +105,17 @@ def test_layout_takes_trainable_parameters_once_in_order() -> None:
     model[0].bias.requires_grad_(False)
     names = [p.name for p in layout_of(model).parameters]
     assert names == ["0.weight", "1.weight", "1.bias", "2.bias"]
+
+
+def test_pack_copies_every_parameter_and_pads_with_zeros() -> None:
+    model = scrambled(SHAPES[1])
+    layout = layout_of(model)
+    theta = pack(model, layout)
+    assert theta.dtype == np.float32
+    assert theta.shape == (layout.num_elements,)
+    assert np.count_nonzero(theta) == layout.num_parameters
+    for name, tensor in unpack(theta, layout).items():
+        assert np.array_equal(tensor, model.get_parameter(name).detach().numpy())
 
 
 def test_unpack_gives_views_of_every_parameter() -> None:

@@ -1,0 +1,143 @@
+"""Train several sites in one process: the equations and the code of a real run, without the wire.
+
+Model, data, inner optimizer, codec and outer step are those that sites and coordinator use; what is
+missing is transport, time and failure. A site is simulated as one rank (the number of ranks changes
+neither its samples nor, up to rounding, its gradients). Sites take turns on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loco import codec
+from loco.config import Config
+from loco.data import DataStream, bits_per_byte, evaluate, load_tokens, validation_windows
+from loco.inner.build import build_inner, lr_at
+from loco.inner.groups import Group
+from loco.layout import CELL_CHUNKS, Layout
+from loco.model import build_model, layout_of, pack, unpack
+from loco.outer import OuterRules, Piece, k_at, outer_step
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one outer round did; bytes are those of payloads, headers included."""
+
+    round: int
+    train_bpb: float
+    """Mean over sites and inner steps."""
+    bytes_up: int
+    """Of one site, the mean over sites."""
+    values_up: int
+    """Values in those bytes."""
+    bytes_down: int
+
+
+class SimulatedSite:
+    """One site with one rank: its replica, its inner optimizer, its data and its EF."""
+
+    def __init__(self, config: Config, name: str, corpus: str) -> None:
+        self._config = config
+        self.model = build_model(config.model, seed=config.run.seed)
+        self._inner = build_inner(config.inner, self.model, Group())
+        self._stream = DataStream(
+            load_tokens(corpus, "train"),
+            seq_len=config.model.seq_len,
+            batch=config.data.batch,
+            seed=config.run.seed,
+            site=name,
+        )
+
+    def train_round(self, round_: int) -> float:
+        """H inner steps; the mean training loss in nats."""
+        steps = self._config.inner.steps
+        nats = 0.0
+        for step in range(round_ * steps, (round_ + 1) * steps):
+            for group in self._inner.param_groups:
+                group["lr"] = lr_at(self._config.inner, step, self._config.total_steps)
+            self._inner.zero_grad()
+            loss = self.model(*self._stream.batch(step))
+            loss.backward()
+            self._inner.step()
+            nats += loss.item() / steps
+        return nats
+
+
+class Simulation:
+    """A whole run; `rounds()` trains, `evaluate()` measures the current theta."""
+
+    def __init__(self, config: Config) -> None:
+        corpora = config.data.sites or {"all": config.data.corpus}
+        self._config = config
+        self._sites = [SimulatedSite(config, *item) for item in sorted(corpora.items())]
+        self.layout: Layout = layout_of(self._sites[0].model)
+        assert self.layout.num_chunks <= CELL_CHUNKS, "the simulation handles models of one cell"
+        self.theta: Array = pack(self._sites[0].model, self.layout)
+        self._ef = [np.zeros_like(self.theta) for _ in self._sites]
+        self._residual = np.zeros_like(self.theta)
+        self._momentum = np.zeros_like(self.theta)
+        self._held_out = validation_windows(
+            load_tokens(config.data.corpus, "validation"),
+            seq_len=config.model.seq_len,
+            count=config.eval.sequences,
+        )
+
+    def rounds(self) -> Iterator[Round]:
+        """Train round by round; after the last one the sites hold the final theta."""
+        for round_ in range(self._config.run.rounds):
+            nats = [site.train_round(round_) for site in self._sites]
+            sent = [self._encode(index, round_) for index in range(len(self._sites))]
+            update = self._outer_step([encoded.payload for encoded in sent])
+            self._write_parameters()
+            yield Round(
+                round=round_,
+                train_bpb=bits_per_byte(sum(nats), len(nats)),
+                bytes_up=sum(len(encoded.payload) for encoded in sent) // len(sent),
+                values_up=sum(len(encoded.indices) for encoded in sent) // len(sent),
+                bytes_down=len(update),
+            )
+
+    def evaluate(self) -> float:
+        """Bits per byte of theta on the held-out text."""
+        return bits_per_byte(*evaluate(self._sites[0].model, self._held_out))
+
+    def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
+        return codec.encode_feedback(
+            self.theta,
+            pack(self._sites[index].model, self.layout),
+            self._ef[index],
+            beta=self._config.outer.beta,
+            k=k_at(self._config.codec, round_),
+            bits=self._config.codec.bits,
+        )
+
+    def _outer_step(self, payloads: list[bytes]) -> bytes:
+        outer = self._config.outer
+        return outer_step(
+            OuterRules(
+                aggregation=outer.aggregation,
+                alpha=outer.alpha,
+                momentum=outer.momentum,
+                bits=self._config.codec.bits,
+            ),
+            [
+                Piece(start=0, num_elements=self.theta.size, weight=1 / len(payloads), payload=p)
+                for p in payloads
+            ],
+            theta=self.theta,
+            residual=self._residual,
+            momentum=self._momentum,
+        )
+
+    def _write_parameters(self) -> None:
+        with torch.no_grad():
+            for site in self._sites:
+                for name, value in unpack(self.theta, self.layout).items():
+                    site.model.get_parameter(name).copy_(torch.from_numpy(value))

@@ -1,0 +1,63 @@
+"""The simulated run against plain local training, and its bytes against its payloads.
+
+Run alone: pytest tests/benchmarks/test_simulation.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.simulation import Simulation
+from loco.config import Config
+from loco.data import DataStream, load_tokens
+from loco.inner.build import build_inner, lr_at
+from loco.inner.groups import Group
+from loco.model import build_model, pack
+
+TINY = {
+    "run": {"rounds": 3},
+    "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 24, "seq_len": 16},
+    "data": {"batch": 2, "corpus": "sotu:1790-1799"},
+    "inner": {"steps": 4, "warmup_steps": 2},
+    "eval": {"sequences": 4},
+}
+DENSE = {"outer": {"aggregation": "mean", "beta": 0.0}, "codec": {"bits": 32}}
+
+
+def test_one_site_without_compression_is_local_training() -> None:
+    config = Config.model_validate(TINY | DENSE)
+    simulation = Simulation(config)
+    for _ in simulation.rounds():
+        pass
+    # theta - (theta - params) is params but for one rounding a round
+    np.testing.assert_allclose(simulation.theta, locally_trained(config), atol=1e-6)
+
+
+def test_bytes_and_loss_of_a_compressed_run_of_two_sites() -> None:
+    sites = {"paris": "sotu:1790-1799", "oslo": "sotu:2000-2009"}
+    changes = {"data": {"batch": 2, "sites": sites}, "codec": {"k": 32}}
+    config = Config.model_validate(TINY | changes)
+    simulation = Simulation(config)
+    before = simulation.evaluate()
+    rounds = list(simulation.rounds())
+    assert [done.round for done in rounds] == [0, 1, 2]
+    assert simulation.evaluate() < before
+    for done in rounds:
+        assert 0 < done.values_up <= 32 * simulation.layout.num_chunks
+        assert done.bytes_up < simulation.layout.dense_bytes / 20
+        assert done.bytes_up < done.bytes_down < 2.5 * done.bytes_up
+
+
+def locally_trained(config: Config) -> np.ndarray:
+    model = build_model(config.model, seed=config.run.seed)
+    inner = build_inner(config.inner, model, Group())
+    stream = DataStream(
+        load_tokens(config.data.corpus, "train"), seq_len=16, batch=2, seed=0, site="all"
+    )
+    for step in range(config.total_steps):
+        for group in inner.param_groups:
+            group["lr"] = lr_at(config.inner, step, config.total_steps)
+        inner.zero_grad()
+        model(*stream.batch(step)).backward()
+        inner.step()
+    return pack(model, Simulation(config).layout)
