@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from coordinator.events import Duplicate, Refuse, ShardStored, SiteReady
-from coordinator.state import Contribution, State
+from coordinator.events import Duplicate, Refuse, ShardStored, SiteJoined, SiteReady
+from coordinator.state import Contribution, Site, State
 
 Directive = Literal["wait", "train", "update", "resync", "finished"]
 
@@ -14,6 +14,9 @@ Directive = Literal["wait", "train", "update", "resync", "finished"]
 def check_member(state: State, site: str, incarnation: int) -> Refuse | None:
     """Refuse a caller that is not the current incarnation of a member."""
     known = state.sites.get(site)
+    banned = _check_ban(site, known)
+    if banned is not None:
+        return banned
     if known is None or known.status == "left" or incarnation > known.incarnation:
         return Refuse(
             reason="unknown_site",
@@ -28,6 +31,29 @@ def check_member(state: State, site: str, incarnation: int) -> Refuse | None:
             "start one worker a site",
         )
     return None
+
+
+def check_join(state: State, event: SiteJoined) -> Refuse | Duplicate | None:
+    """A repeated Join of one process life changes nothing; banned sites stay out."""
+    known = state.sites.get(event.site)
+    banned = _check_ban(event.site, known)
+    if banned is not None or known is None or known.status == "left":
+        return banned
+    return Duplicate() if known.instance == event.instance else None
+
+
+def _check_ban(name: str, site: Site | None) -> Refuse | None:
+    if site is None or site.status not in ("evicted", "quarantined"):
+        return None
+    why = {
+        "evicted": "an operator evicted it",
+        "quarantined": f"{site.refusals} of its contributions were refused in a row",
+    }
+    return Refuse(
+        reason=site.status,
+        message=f"site {name!r} is {site.status}: {why[site.status]}; "
+        f"an operator readmits it with: loco control HOST:PORT readmit {name}",
+    )
 
 
 def check_push(state: State, event: ShardStored) -> Refuse | Duplicate | None:
@@ -90,7 +116,11 @@ def _check_shard(state: State, event: ShardStored, have: Contribution | None) ->
             message=f"incarnation {have.incarnation} of {event.site!r} already contributed to "
             f"round {event.round}",
         )
-    if (have.tokens, have.inner_steps) != (event.tokens, event.inner_steps):
+    if (have.tokens, have.inner_steps, have.data_cursor) != (
+        event.tokens,
+        event.inner_steps,
+        event.data_cursor,
+    ):
         return Refuse(
             reason="shard",
             message=f"shard {event.shard} of {event.site!r} states {event.tokens} tokens and "
@@ -116,6 +146,8 @@ def directive(
         return "update", f"round {have_round} is committed"
     if state.phase == "finished":
         return "finished", f"all {state.rules.rounds} rounds are done"
+    if state.phase == "gathering" and state.hold == "draining":
+        return "finished", f"an operator has drained the run at round {state.round}"
     if site in state.expected and state.phase == "open" and site not in state.complete:
         return "train", f"round {state.round} is open"
     return "wait", waiting_for(state)
@@ -131,6 +163,8 @@ def caught_up(state: State, site: str, have_round: int, theta_digest: str) -> Si
 
 def waiting_for(state: State) -> str:
     """For what the run waits, in words."""
+    if state.phase == "gathering" and state.hold != "none":
+        return f"the run is {state.hold.replace('draining', 'drained')} at round {state.round}"
     if state.phase == "gathering":
         ready, needed = len(state.ready), state.rules.min_sites if state.round == 0 else 1
         return f"round {state.round} opens when {needed} sites are ready; {ready} are"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from loco import codec
 from loco.errors import PayloadError
@@ -14,9 +17,10 @@ from loco.outer import Piece
 class ShardReader:
     """Hands out the pieces of one shard cell by cell, as the reducer walks the cells."""
 
-    def __init__(self, path: Path, *, rows: range, weight: float) -> None:
+    def __init__(self, path: Path, *, rows: range, weight: float, scale: float) -> None:
         self._payloads = read_payloads(path, rows)
         self._weight = weight
+        self._scale = scale
         self._next = next(self._payloads, None)
 
     def pieces(self, cell: range) -> Iterator[Piece]:
@@ -29,6 +33,7 @@ class ShardReader:
             start=(rows.start - cell.start) * CHUNK,
             num_elements=len(rows) * CHUNK,
             weight=self._weight,
+            scale=self._scale,
             payload=payload,
         )
 
@@ -44,12 +49,33 @@ def read_payloads(path: Path, rows: range) -> Iterator[tuple[range, bytes]]:
             raise PayloadError("trailing_bytes", "bytes follow the last payload of the shard")
 
 
-def check_contribution(path: Path, rows: range, *, bits: int) -> int:
-    """Decode a whole shard strictly; return the number of values, or raise PayloadError."""
-    num_values = 0
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a shard holds."""
+
+    num_values: int
+    norm_sq: float
+    """Sum of squares of the values."""
+    largest: float
+    """Largest magnitude of a value."""
+    largest_at: int
+    """Its element in the padded buffer."""
+
+
+def check_contribution(path: Path, rows: range, *, bits: int) -> Checked:
+    """Decode a whole shard strictly; PayloadError where it is malformed."""
+    num_values, norm_sq, largest, largest_at = 0, 0.0, 0.0, 0
     for part, payload in read_payloads(path, rows):
         found = codec.peek(payload).bits
         if found != bits:
             raise PayloadError("kind", f"{found}-bit payload, this run sends {bits} bits a value")
-        num_values += len(codec.decode(payload, len(part) * CHUNK).indices)
-    return num_values
+        sent = codec.decode(payload, len(part) * CHUNK)
+        if not len(sent.values):
+            continue
+        num_values += len(sent.values)
+        norm_sq += float(np.square(sent.values, dtype=np.float64).sum())
+        top = int(np.argmax(np.abs(sent.values)))
+        if abs(sent.values[top]) > largest:
+            largest = float(abs(sent.values[top]))
+            largest_at = part.start * CHUNK + int(sent.indices[top])
+    return Checked(num_values=num_values, norm_sq=norm_sq, largest=largest, largest_at=largest_at)

@@ -7,6 +7,9 @@ for the run to move on waits in `changed`.
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +29,16 @@ from coordinator.events import (
 )
 from coordinator.machine import step
 from coordinator.recovery import recover
+from coordinator.reducer import Reduced
 from coordinator.state import State
 from coordinator.store import Store
 
 T = TypeVar("T")
 TICK_SECONDS = 0.5
+RETRY_SECONDS = 2.0
+DISK_FULL = "the coordinator's disk is full: nothing is lost, it goes on when there is room"
+
+log = logging.getLogger("loco.coordinator")
 
 
 class Engine:
@@ -84,7 +92,9 @@ class Engine:
             if isinstance(effect, Refuse | Duplicate):
                 return effect
         if event.durable:
-            await asyncio.to_thread(self.store.journal.append, event, time.time())
+            full = await self._append(event)
+            if full is not None:
+                return full
         self.state = new
         self._observe(event, new)
         if event.durable:
@@ -93,9 +103,21 @@ class Engine:
             await self._carry_out(effect)
         return None
 
+    async def _append(self, event: Event) -> Refuse | None:
+        """Journal the event, or refuse it where the disk is full: then it has not happened."""
+        try:
+            await asyncio.to_thread(self.store.journal.append, event, time.time())
+        except sqlite3.OperationalError as error:
+            if not is_disk_full(error):
+                raise
+            log.error("the journal cannot grow, %s waits: %s", type(event).__name__, error)
+            return Refuse(reason="disk_full", message=DISK_FULL)
+        return None
+
     async def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Emit(event=event):
+                # Refused only where the disk is full; the machine decides the same at a later tick.
                 await self._step(event)
             case Reduce():
                 self._spawn(self._reduce())
@@ -104,30 +126,51 @@ class Engine:
             case _:
                 raise AssertionError(f"unknown effect {effect!r}")
 
+    # --- reducing -------------------------------------------------------------------------------
+
     async def _reduce(self) -> None:
         async with self._reducing:  # also the next round's reduction waits until this one is tidy
             state = self.state
-            included = {name: state.contributions[name] for name in state.included}
-            made = await self._in_thread(self._reducer.reduce, state.round, included)
-            await self.submit(
-                RoundCommitted(
-                    round=state.round,
-                    update_bytes=made.update_bytes,
-                    update_digest=made.update_digest,
-                    theta_digest=made.theta_digest,
-                )
+            made = await self._until_room(self._reduce_or_recover, state)
+            event = RoundCommitted(
+                round=state.round,
+                update_bytes=made.update_bytes,
+                update_digest=made.update_digest,
+                theta_digest=made.theta_digest,
             )
-            await self._in_thread(self._tidy, state.round + 1)
+            while await self.submit(event) is not None:
+                await asyncio.sleep(RETRY_SECONDS)
+            async with self._turn:
+                after, journal_seq = self.state, self.store.journal.last_seq()
+            if self._snapshot_is_due(state):
+                await self._until_room(self._reducer.save_snapshot, after, journal_seq)
+            oldest = after.round - self.store.config.state.keep_updates
+            await self._until_room(self.store.forget_updates_before, oldest)
 
-    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+    def _snapshot_is_due(self, closed: State) -> bool:
+        round_ = closed.round + 1
+        due = round_ % self.store.config.state.snapshot_every_rounds == 0
+        return due or closed.snapshot_due or round_ == self.store.config.run.rounds
 
-    def _tidy(self, round_: int) -> None:
-        """After a commit: a snapshot when one is due, and old updates go."""
-        config = self.store.config
-        if round_ % config.state.snapshot_every_rounds == 0 or round_ == config.run.rounds:
-            self._reducer.save_snapshot(round_)
-        self.store.forget_updates_before(round_ - config.state.keep_updates)
+    def _reduce_or_recover(self, state: State) -> Reduced:
+        try:
+            return self._reducer.reduce(state)
+        except OSError:
+            _, self._reducer = recover(self.store)  # the old one's buffers are between two rounds
+            raise
+
+    async def _until_room(self, work: Callable[..., T], *args: object) -> T:
+        """Do `work` in the reducer's thread; while the disk is full, say so and try again."""
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                log.error("%s; trying again in %.0f s", DISK_FULL, RETRY_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    # --- time and tasks -------------------------------------------------------------------------
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -148,3 +191,10 @@ class Engine:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def is_disk_full(error: Exception) -> bool:
+    """ENOSPC or EDQUOT, from the file system or from SQLite."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "disk is full" in str(error)

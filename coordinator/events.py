@@ -7,7 +7,9 @@ the same state. Volatile events only move clocks. Times are seconds on the coord
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Hold = Literal["none", "paused", "draining"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,61 @@ class SiteLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SiteEvicted(Event):
+    """An operator threw the site out; it may not join until it is readmitted."""
+
+    site: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteQuarantined(Event):
+    """Too many contributions of the site were refused in a row."""
+
+    site: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteReadmitted(Event):
+    """An operator lets an evicted or quarantined site join again."""
+
+    site: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRefused(Event):
+    """What a site sent was malformed, corrupt or absurd."""
+
+    site: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingChanged(Event):
+    """An operator changed a setting; it holds from the next round on."""
+
+    key: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldChanged(Event):
+    """An operator pauses, drains or resumes the run: what happens at the next round boundary."""
+
+    hold: Hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotRequested(Event):
+    """An operator wants a snapshot at the end of the open round."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardStored(Event):
-    """One shard of a contribution lies on disk, checked."""
+    """One shard of a contribution lies on disk, checked.
+
+    `norm_sq` is the sum of squares of its values, `data_cursor` the site's position in its data.
+    """
 
     site: str
     incarnation: int
@@ -65,6 +120,8 @@ class ShardStored(Event):
     digest: str
     tokens: int
     inner_steps: int
+    data_cursor: int
+    norm_sq: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +189,13 @@ DURABLE: dict[str, type[Event]] = {
         SiteReady,
         SiteLeft,
         SiteLost,
+        SiteEvicted,
+        SiteQuarantined,
+        SiteReadmitted,
+        SettingChanged,
+        HoldChanged,
+        SnapshotRequested,
+        ShardRefused,
         ShardStored,
         RoundOpened,
         RoundClosed,

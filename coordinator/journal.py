@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coordinator.events import DURABLE, Event
+from coordinator.failpoints import reach
 from loco.errors import LocoError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (
-    seq   INTEGER PRIMARY KEY,
+    seq   INTEGER PRIMARY KEY AUTOINCREMENT,
     at    REAL NOT NULL,     -- Unix seconds, for people; replay does not read it
     kind  TEXT NOT NULL,     -- class name of coordinator.events
     body  TEXT NOT NULL      -- its fields, JSON
@@ -43,16 +44,36 @@ class Journal:
         """Write one event and sync; `at` in Unix seconds."""
         assert event.durable
         body = json.dumps(dataclasses.asdict(event), separators=(",", ":"))
+        reach("journal.before_append")
         with self._lock:
             self._db.execute(
                 "INSERT INTO events (at, kind, body) VALUES (?, ?, ?)",
                 (at, type(event).__name__, body),
             )
+        reach("journal.after_append")
 
-    def replay(self) -> Iterator[tuple[float, Event]]:
-        """All events with their times, oldest first."""
-        for at, kind, body in self._db.execute("SELECT at, kind, body FROM events ORDER BY seq"):
+    def replay(self, after: int) -> Iterator[tuple[float, Event]]:
+        """Events with a number above `after`, with their times, oldest first."""
+        rows = self._db.execute(
+            "SELECT at, kind, body FROM events WHERE seq > ? ORDER BY seq", (after,)
+        )
+        for at, kind, body in rows:
             yield at, _event(kind, body)
+
+    def last_seq(self) -> int:
+        """Number of the newest event; 0 before the first. Numbers are never used again."""
+        (seq,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
+        return int(seq)
+
+    def forget(self, up_to: int) -> None:
+        """Remove the events that a snapshot has made superfluous, the newest never."""
+        with self._lock:
+            self._db.execute("DELETE FROM events WHERE seq <= ?", (up_to,))
+
+    def check(self) -> list[str]:
+        """What SQLite finds wrong with the file; empty when nothing is."""
+        rows = [row[0] for row in self._db.execute("PRAGMA integrity_check")]
+        return [] if rows == ["ok"] else rows
 
     def facts(self) -> dict[str, str]:
         """What the run was created with; empty for a new state directory."""

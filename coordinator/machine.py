@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from coordinator.admission import check_member, check_push, waiting_for
+from coordinator.admission import check_join, check_member, check_push, waiting_for
 from coordinator.events import (
     Duplicate,
     Effect,
     Emit,
     Event,
     Heard,
+    HoldChanged,
     Recovered,
     Reduce,
     Refuse,
@@ -27,11 +28,17 @@ from coordinator.events import (
     RoundLate,
     RoundOpened,
     Say,
+    SettingChanged,
+    ShardRefused,
     ShardStored,
+    SiteEvicted,
     SiteJoined,
     SiteLeft,
     SiteLost,
+    SiteQuarantined,
+    SiteReadmitted,
     SiteReady,
+    SnapshotRequested,
     Tick,
 )
 from coordinator.state import Contribution, Site, SiteStatus, State, Update
@@ -53,11 +60,14 @@ def _objection(state: State, event: Event) -> Refuse | Duplicate | None:
         case ShardStored():
             return check_push(state, event)
         case SiteJoined():
-            known = state.sites.get(event.site)
-            same = known is not None and known.instance == event.instance
-            return Duplicate() if same and known is not None and known.status != "left" else None
-        case SiteReady() | SiteLeft() | Heard() | SiteLost():
+            return check_join(state, event)
+        case SiteReady() | SiteLeft() | Heard() | SiteLost() | ShardRefused():
             return check_member(state, event.site, event.incarnation)
+        case SiteEvicted() | SiteReadmitted() if event.site not in state.sites:
+            known = ", ".join(sorted(state.sites)) or "none has joined"
+            return Refuse(
+                reason="control", message=f"there is no site {event.site!r}; sites: {known}"
+            )
         case _:
             return None
 
@@ -75,6 +85,23 @@ def _apply(state: State, event: Event, now: float) -> State:
             return _departed(state, event.site, "left")
         case SiteLost():
             return _departed(state, event.site, "lost")
+        case SiteEvicted():
+            return _departed(state, event.site, "evicted")
+        case SiteQuarantined():
+            return _departed(state, event.site, "quarantined")
+        case SiteReadmitted():
+            site = replace(state.sites[event.site], status="left", refusals=0)
+            return state.with_site(event.site, site)
+        case ShardRefused():
+            site = state.sites[event.site]
+            return state.with_site(event.site, replace(site, refusals=site.refusals + 1))
+        case SettingChanged():
+            changed = {**state.next_settings, event.key: event.value}
+            return replace(state, next_settings=changed)
+        case HoldChanged():
+            return replace(state, hold=event.hold)
+        case SnapshotRequested():
+            return replace(state, snapshot_due=True)
         case ShardStored():
             return _stored(state, event, now)
         case RoundOpened():
@@ -96,14 +123,24 @@ def _apply(state: State, event: Event, now: float) -> State:
 
 def _joined(state: State, event: SiteJoined, now: float) -> State:
     known = state.sites.get(event.site)
-    site = Site(
-        incarnation=known.incarnation + 1 if known else 1,
+    life = Site(
+        incarnation=1,
         instance=event.instance,
         num_ranks=event.num_ranks,
         status="syncing",
         heard_at=now,
-        rounds_included=known.rounds_included if known else 0,
-        tokens_included=known.tokens_included if known else 0,
+    )
+    site = (
+        life
+        if known is None
+        else replace(
+            known,
+            incarnation=known.incarnation + 1,
+            instance=life.instance,
+            num_ranks=life.num_ranks,
+            status=life.status,
+            heard_at=now,
+        )
     )
     return _without_partial(state, event.site).with_site(event.site, site)
 
@@ -138,15 +175,18 @@ def _stored(state: State, event: ShardStored, now: float) -> State:
             num_shards=event.num_shards,
             tokens=event.tokens,
             inner_steps=event.inner_steps,
+            data_cursor=event.data_cursor,
             digests={},
         )
     have = replace(
         have,
         digests={**have.digests, event.shard: event.digest},
         size_bytes=have.size_bytes + event.size_bytes,
+        norm_sq=have.norm_sq + event.norm_sq,
     )
     state = replace(state, contributions={**state.contributions, event.site: have})
-    state = _set_status(_heard(state, event.site, now), event.site, "ready")
+    site = replace(state.sites[event.site], status="ready", heard_at=now, refusals=0)
+    state = state.with_site(event.site, site)
     if state.quorum_at is None and len(state.complete) >= state.rules.min_sites:
         state = replace(state, quorum_at=now)
     return state
@@ -154,9 +194,11 @@ def _stored(state: State, event: ShardStored, now: float) -> State:
 
 def _opened(state: State, event: RoundOpened, now: float) -> State:
     assert event.round == state.round
+    settings = state.next_settings if state.phase == "gathering" else state.settings
     return replace(
         state,
         phase="open",
+        settings=settings,
         expected=event.expected,
         deadline_at=now + state.rules.deadline_seconds,
     )
@@ -177,6 +219,7 @@ def _committed(state: State, event: RoundCommitted) -> State:
             sites[name],
             rounds_included=sites[name].rounds_included + 1,
             tokens_included=sites[name].tokens_included + state.contributions[name].tokens,
+            data_cursor=state.contributions[name].data_cursor,
         )
     round_ = event.round + 1
     oldest = round_ - state.rules.keep_updates
@@ -191,6 +234,8 @@ def _committed(state: State, event: RoundCommitted) -> State:
         included=(),
         updates={**_since(state.updates, oldest), event.round: update},
         quorum_at=None,
+        first_step=state.first_step + state.inner_steps,
+        snapshot_due=False,
     )
 
 
@@ -217,6 +262,8 @@ def _decide(state: State, event: Event, now: float) -> tuple[Effect, ...]:
         return (Say(message=f"round {state.round} is late: {waiting_for(state)}"),)
     if isinstance(event, RoundClosed | Recovered) and state.phase == "closing":
         return (Reduce(round=state.round, included=state.included),)
+    if isinstance(event, ShardRefused) and _incorrigible(state, event.site):
+        return (Emit(event=SiteQuarantined(site=event.site)),)
     due: Event | None = _opening(state) or _closing(state, now)
     if due is None and isinstance(event, Tick):
         due = _lost_site(state, now) or _late(state, now)
@@ -235,9 +282,15 @@ def _lost_site(state: State, now: float) -> SiteLost | None:
     return None
 
 
+def _incorrigible(state: State, site: str) -> bool:
+    return state.sites[site].refusals >= state.rules.quarantine_after
+
+
 def _opening(state: State) -> RoundOpened | None:
     ready = state.ready
     if state.phase == "gathering":
+        if state.hold != "none":
+            return None
         # Round 0 waits for min_sites; later ones open for whoever is there and close at quorum.
         enough = len(ready) >= (state.rules.min_sites if state.round == 0 else 1)
         return RoundOpened(round=state.round, expected=ready) if enough else None

@@ -127,6 +127,10 @@ class Monitor:
         self._values_up += num_values
         self._value_bytes_up += num_bytes
 
+    def resumed(self, num_bytes: int) -> None:
+        """An upload went on behind bytes that had come before."""
+        self.metrics.resumed_bytes.inc(num_bytes)
+
     def refused(self, reason: str) -> None:
         self.metrics.rejections.labels(reason).inc()
 

@@ -5,43 +5,30 @@ from __future__ import annotations
 from coordinator.events import RoundCommitted
 from coordinator.machine import step
 from coordinator.reducer import Reducer
-from coordinator.state import Rules, State, initial_state
+from coordinator.state import State
 from coordinator.store import Store
-from loco.config import Config
 from loco.errors import LocoError
 
 
 def recover(store: Store) -> tuple[State, Reducer]:
-    """Replay the journal, and bring theta from the newest snapshot to the journal's round.
+    """Go from the newest sound snapshot through the journal, reducing its rounds again.
 
-    The rounds since the snapshot are reduced again from the contributions on disk; each gives the
-    digest that the journal holds, or LocoError names the round.
+    Each round must give the digest that the journal holds; else LocoError names it.
     """
-    state = initial_state(_rules(store.config), store.initial_digest)
-    reducer = Reducer(store)
-    snapshot_round = store.snapshot_round()
-    for _, event in store.journal.replay():
-        if isinstance(event, RoundCommitted) and event.round >= snapshot_round:
+    snapshot = store.snapshots.newest_sound()
+    state = snapshot.state
+    reducer = Reducer(store, snapshot)
+    for _, event in store.journal.replay(after=snapshot.manifest.journal_seq):
+        if isinstance(event, RoundCommitted):
             _reduce_again(store, state, reducer, event)
         state, _ = step(state, event, 0.0)
     return state, reducer
 
 
 def _reduce_again(store: Store, state: State, reducer: Reducer, event: RoundCommitted) -> None:
-    made = reducer.reduce(event.round, {name: state.contributions[name] for name in state.included})
+    made = reducer.reduce(state)
     if made.theta_digest != event.theta_digest:
         raise LocoError(
             f"replay of round {event.round} gives theta {made.theta_digest[:16]}, the journal "
             f"says {event.theta_digest[:16]}: a file in {store.directory} has changed"
         )
-
-
-def _rules(config: Config) -> Rules:
-    return Rules(
-        rounds=config.run.rounds,
-        min_sites=config.quorum.min_sites,
-        grace_seconds=config.quorum.grace_seconds,
-        deadline_seconds=config.quorum.deadline_seconds,
-        dead_after_seconds=config.quorum.dead_after_seconds,
-        keep_updates=config.state.keep_updates,
-    )

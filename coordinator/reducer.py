@@ -6,6 +6,8 @@ give the same update, so that replay after a crash makes the same bytes again.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,12 +16,15 @@ import numpy.typing as npt
 import xxhash
 
 from coordinator.contributions import ShardReader
-from coordinator.state import Contribution
-from coordinator.store import Store, write_aside
+from coordinator.failpoints import reach
+from coordinator.files import write_aside
+from coordinator.snapshots import Snapshot
+from coordinator.state import Contribution, State
+from coordinator.store import Store
 from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
 from loco.layout import CHUNK, cells
-from loco.outer import OuterRules, Piece, outer_step
+from loco.outer import OuterRules, Piece, alpha_at, outer_step
 
 Array = npt.NDArray[np.float32]
 
@@ -36,11 +41,10 @@ class Reduced:
 class Reducer:
     """Owns theta, residual and momentum of the run."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, snapshot: Snapshot) -> None:
         self._store = store
         self._layout = store.layout
-        self._rules = _outer_rules(store.config)
-        self._buffers = store.work()
+        self._buffers = store.work(snapshot)
         self._hashes = chunk_hashes(self.theta)
 
     @property
@@ -53,37 +57,55 @@ class Reducer:
         """Chunk hashes of theta [num_chunks] uint64."""
         return self._hashes
 
-    def reduce(self, round_: int, included: Mapping[str, Contribution]) -> Reduced:
-        """Make and apply the update of a round; its file replaces one of the same round."""
-        total = sum(c.tokens for c in included.values())
-        readers = [
-            ShardReader(
-                self._store.contribution(round_, site, have.incarnation, shard),
-                rows=self._layout.shard(shard, have.num_shards),
-                weight=have.tokens / total,
-            )
-            for site, have in sorted(included.items())
-            for shard in range(have.num_shards)
-        ]
-        path = self._store.update(round_)
+    def reduce(self, state: State) -> Reduced:
+        """Make and apply the update of the round that `state` is closing.
+
+        Not to be called again after it raised: the buffers are then between two rounds, and
+        `coordinator.recovery` makes a new Reducer.
+        """
+        reach("reduce.before_update")
+        included = {name: state.contributions[name] for name in state.included}
+        rules = _outer_rules(self._store.config, state)
+        readers = self._readers(state.round, included)
+        path = self._store.update(state.round)
         digest = xxhash.xxh3_128()
         with write_aside(path) as file:
             for cell in cells(range(self._layout.num_chunks)):
                 pieces = [piece for reader in readers for piece in reader.pieces(cell)]
-                payload = self._reduce_cell(cell, pieces)
+                payload = self._reduce_cell(rules, cell, pieces)
                 digest.update(payload)
                 file.write(payload)
+                reach("reduce.cell_written")
+        reach("reduce.update_renamed")
         return Reduced(
             update_bytes=path.stat().st_size,
             update_digest=digest.hexdigest(),
             theta_digest=theta_digest(self._hashes),
         )
 
-    def _reduce_cell(self, cell: range, pieces: list[Piece]) -> bytes:
+    def _readers(self, round_: int, included: Mapping[str, Contribution]) -> list[ShardReader]:
+        """One a shard, in the fixed order of sites and shards."""
+        total = sum(have.tokens for have in included.values())
+        scales = norm_scales(
+            {name: math.sqrt(have.norm_sq) for name, have in included.items()},
+            self._store.config.outer.max_norm_ratio,
+        )
+        return [
+            ShardReader(
+                self._store.contribution(round_, site, have.incarnation, shard),
+                rows=self._layout.shard(shard, have.num_shards),
+                weight=have.tokens / total,
+                scale=scales[site],
+            )
+            for site, have in sorted(included.items())
+            for shard in range(have.num_shards)
+        ]
+
+    def _reduce_cell(self, rules: OuterRules, cell: range, pieces: list[Piece]) -> bytes:
         here = slice(cell.start * CHUNK, cell.stop * CHUNK)
         momentum = self._buffers.get("momentum")
         payload = outer_step(
-            self._rules,
+            rules,
             pieces,
             theta=self.theta[here],
             residual=self._buffers["residual"][here],
@@ -92,14 +114,23 @@ class Reducer:
         self._hashes[cell.start : cell.stop] = chunk_hashes(self.theta[here])
         return payload
 
-    def save_snapshot(self, round_: int) -> None:
-        self._store.save_snapshot(round_, self._buffers, theta_digest(self._hashes))
+    def save_snapshot(self, state: State, journal_seq: int) -> None:
+        """Write theta and the other buffers as they are, with the state that goes with them."""
+        self._store.save_snapshot(state, journal_seq, self._buffers)
 
 
-def _outer_rules(config: Config) -> OuterRules:
+def norm_scales(norms: Mapping[str, float], max_ratio: float | None) -> dict[str, float]:
+    """Factors that bring each norm down to `max_ratio` times the median; never above 1."""
+    if max_ratio is None:
+        return dict.fromkeys(norms, 1.0)
+    limit = max_ratio * statistics.median(norms.values())
+    return {name: min(1.0, limit / norm) if norm else 1.0 for name, norm in norms.items()}
+
+
+def _outer_rules(config: Config, state: State) -> OuterRules:
     return OuterRules(
         aggregation=config.outer.aggregation,
-        alpha=config.outer.alpha,
+        alpha=state.settings.get("outer.alpha", alpha_at(config.outer, state.round)),
         momentum=config.outer.momentum,
         bits=config.codec.bits,
     )

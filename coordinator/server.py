@@ -19,9 +19,10 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from coordinator.engine import Engine
+from coordinator.files import write_aside
 from coordinator.monitor import Monitor
 from coordinator.service import Service
-from coordinator.store import Store, write_aside
+from coordinator.store import Store
 from loco.config import Config, load_config
 from loco.errors import ConfigError
 from loco.wire.protocol import SERVER_OPTIONS, split_address

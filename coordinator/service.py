@@ -15,17 +15,20 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import xxhash
 from google.protobuf.message import Message
 
 from coordinator.admission import caught_up, check_member, directive
+from coordinator.control import order_of
 from coordinator.engine import Engine
 from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
 from coordinator.monitor import Monitor
-from coordinator.refused import RefusedRequest
-from coordinator.upload import Upload
+from coordinator.refused import RefusedRequest, raise_if_refused
+from coordinator.upload import Uploads
 from loco.config import check_site_name
 from loco.errors import ConfigError
 from loco.layout import Layout
+from loco.outer import k_at
 from loco.wire.protocol import BLOCK_BYTES, PROTOCOL_VERSION, REASON_KEY, wire_size
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
@@ -44,6 +47,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         self._engine = engine
         self._monitor = monitor
         self._store = engine.store
+        self._uploads = Uploads(engine, monitor, self._count)
 
     # --- the verbs ------------------------------------------------------------------------------
 
@@ -72,27 +76,35 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def Push(
         self, request_iterator: AsyncIterator[pb.PushRequest], context: Context
     ) -> pb.PushResponse:
-        upload = Upload(self._engine, self._monitor, self._count)
         try:
-            response = await upload.receive(request_iterator)
+            response = await self._uploads.receive(request_iterator)
         except RefusedRequest as refused:
             await self._refuse(context, refused)
-        self._count(upload.site, "down", "control", response)
         return response
+
+    async def PushOffset(
+        self, request: pb.PushOffsetRequest, context: Context
+    ) -> pb.PushOffsetResponse:
+        site = request.header.caller.site
+        return await self._unary(self._push_offset, request, context, site=site)
+
+    async def Control(self, request: pb.ControlRequest, context: Context) -> pb.ControlResponse:
+        return await self._unary(self._control, request, context, site="")
 
     async def Pull(
         self, request: pb.PullRequest, context: Context
     ) -> AsyncIterator[pb.PullResponse]:
         path = self._store.update(request.round)
-        async for data in self._download(request, path, "update", context):
-            yield pb.PullResponse(block=pb.Block(data=data))
+        async for block in self._download(request, path, "update", context):
+            yield pb.PullResponse(block=block)
 
     async def Snapshot(
         self, request: pb.SnapshotRequest, context: Context
     ) -> AsyncIterator[pb.SnapshotResponse]:
-        path = self._store.snapshot_theta(request.round)
-        async for data in self._download(request, path, "snapshot", context):
-            yield pb.SnapshotResponse(block=pb.Block(data=data))
+        found = [s.theta for s in self._store.snapshots.all() if s.round == request.round]
+        path = found[0] if found else self._store.directory / "none"
+        async for block in self._download(request, path, "snapshot", context):
+            yield pb.SnapshotResponse(block=block)
 
     # --- control --------------------------------------------------------------------------------
 
@@ -112,19 +124,23 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         event = SiteJoined(
             site=request.site, instance=request.instance, num_ranks=request.num_ranks
         )
-        _raise_refusal(await self._engine.submit(event))
-        round_ = self._store.snapshot_round()
+        raise_if_refused(await self._engine.submit(event))
+        state, snapshot = self._engine.state, self._store.snapshots.newest()
+        site = state.sites[request.site]
         return pb.JoinResponse(
-            incarnation=self._engine.state.sites[request.site].incarnation,
-            snapshot_round=round_,
-            snapshot_digest=self._store.snapshot_digest(round_),
+            incarnation=site.incarnation,
+            snapshot_round=snapshot.round,
+            snapshot_digest=snapshot.manifest.theta_digest,
             heartbeat_seconds=self._store.config.quorum.heartbeat_seconds,
+            keep_state=request.HasField("have_round")
+            and state.digests.get(request.have_round) == request.have_digest,
+            data_cursor=site.data_cursor,
         )
 
     async def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         self._check_caller(request.caller)
         heard = Heard(site=request.caller.site, incarnation=request.caller.incarnation)
-        _raise_refusal(await self._engine.submit(heard))
+        raise_if_refused(await self._engine.submit(heard))
         self._monitor.heartbeat(request)
         return pb.HeartbeatResponse(round=self._engine.state.round)
 
@@ -134,8 +150,18 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         left = SiteLeft(
             site=caller.site, incarnation=caller.incarnation, reason=request.reason[:200]
         )
-        _raise_refusal(await self._engine.submit(left))
+        raise_if_refused(await self._engine.submit(left))
         return pb.LeaveResponse()
+
+    async def _push_offset(self, request: pb.PushOffsetRequest) -> pb.PushOffsetResponse:
+        self._check_caller(request.header.caller)
+        return pb.PushOffsetResponse(offset=self._uploads.offset(request.header))
+
+    async def _control(self, request: pb.ControlRequest) -> pb.ControlResponse:
+        self._check_protocol(request.protocol_version)
+        order = order_of(request, self._engine.state)
+        raise_if_refused(await self._engine.submit(order.event))
+        return pb.ControlResponse(message=order.message)
 
     async def _status(self, request: pb.StatusRequest) -> pb.StatusResponse:
         self._check_protocol(request.protocol_version)
@@ -158,7 +184,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         site, have_round = request.caller.site, request.have_round
         ready = caught_up(self._engine.state, site, have_round, request.theta_digest)
         if ready is not None:
-            _raise_refusal(await self._engine.submit(ready))
+            raise_if_refused(await self._engine.submit(ready))
         state = self._engine.state
         verdict = directive(state, site, have_round, request.theta_digest)
         if isinstance(verdict, Refuse):
@@ -176,9 +202,22 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.included = mine is not None and mine.incarnation == request.caller.incarnation
         elif word == "resync":
             self._monitor.metrics.digest_mismatches.labels(site).inc()
-            response.snapshot_round = self._store.snapshot_round()
-            response.theta_digest = self._store.snapshot_digest(response.snapshot_round)
+            snapshot = self._store.snapshots.newest()
+            response.snapshot_round = snapshot.round
+            response.theta_digest = snapshot.manifest.theta_digest
+        elif word == "train":
+            response.plan.CopyFrom(self._plan())
         return response
+
+    def _plan(self) -> pb.RoundPlan:
+        state = self._engine.state
+        k = state.settings.get("codec.k", k_at(self._store.config.codec, state.round))
+        return pb.RoundPlan(
+            inner_steps=state.inner_steps,
+            first_step=state.first_step,
+            total_steps=state.total_steps,
+            k=int(k),
+        )
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -200,7 +239,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
 
     def _check_caller(self, caller: pb.Caller) -> None:
         self._check_run(caller.run_id)
-        _raise_refusal(check_member(self._engine.state, caller.site, caller.incarnation))
+        raise_if_refused(check_member(self._engine.state, caller.site, caller.incarnation))
 
     def _check_joiner(self, request: pb.JoinRequest) -> None:
         try:
@@ -257,7 +296,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
 
     async def _download(
         self, request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str, context: Context
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncIterator[pb.Block]:
         """Blocks of a file's range; metered."""
         site = request.caller.site
         self._count(site, "up", "control", request)
@@ -279,8 +318,9 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             while left:
                 data = await asyncio.to_thread(file.read, min(BLOCK_BYTES, left))
                 left -= len(data)
-                self._monitor.metrics.wire.count(self._label(site), "down", kind, len(data) + 16)
-                yield data
+                block = pb.Block(data=data, checksum=xxhash.xxh3_64_intdigest(data))
+                self._count(site, "down", kind, block)
+                yield block
 
     async def _refuse(self, context: Context, refused: RefusedRequest) -> None:
         if not refused.reason:
@@ -298,8 +338,3 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     def _label(self, site: str) -> str:
         """Only members get a series of their own: strangers must not grow the page."""
         return site if site in self._engine.state.sites else "none"
-
-
-def _raise_refusal(answer: object) -> None:
-    if isinstance(answer, Refuse):
-        raise RefusedRequest(answer.reason, answer.message)

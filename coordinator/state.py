@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-SiteStatus = Literal["syncing", "ready", "lost", "left"]
+from coordinator.events import Hold
+
+SiteStatus = Literal["syncing", "ready", "lost", "left", "evicted", "quarantined"]
 Phase = Literal["gathering", "open", "closing", "finished"]
 
 
@@ -19,6 +21,10 @@ class Rules:
     grace_seconds: float
     deadline_seconds: float
     dead_after_seconds: float
+    inner_steps: int
+    """H, unless an operator changes it."""
+    quarantine_after: int
+    """Refusals in a row after which a site is quarantined."""
     keep_updates: int
     """Committed updates that a site which was away may still catch up with."""
 
@@ -34,6 +40,10 @@ class Site:
     heard_at: float
     rounds_included: int = 0
     tokens_included: int = 0
+    data_cursor: int = 0
+    """Inner steps behind its included contributions: where its data goes on."""
+    refusals: int = 0
+    """Contributions refused in a row."""
 
     @property
     def alive(self) -> bool:
@@ -48,8 +58,10 @@ class Contribution:
     num_shards: int
     tokens: int
     inner_steps: int
+    data_cursor: int
     digests: Mapping[int, str]  # shard -> digest of its bytes
     size_bytes: int = 0
+    norm_sq: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -81,6 +93,24 @@ class State:
     updates: Mapping[int, Update] = field(default_factory=dict)
     deadline_at: float = 0.0
     quorum_at: float | None = None
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """What operators have changed, as it holds for the current round."""
+    next_settings: Mapping[str, float] = field(default_factory=dict)
+    """The same for the round that opens next."""
+    hold: Hold = "none"
+    first_step: int = 0
+    """Inner steps of the run before the current round."""
+    snapshot_due: bool = False
+
+    @property
+    def inner_steps(self) -> int:
+        """H of the current round."""
+        return int(self.settings.get("inner.steps", self.rules.inner_steps))
+
+    @property
+    def total_steps(self) -> int:
+        """Inner steps of the whole run if nothing is changed any more."""
+        return self.first_step + (self.rules.rounds - self.round) * self.inner_steps
 
     @property
     def theta_digest(self) -> str:

@@ -1,31 +1,28 @@
-"""The state directory: lock, journal, contributions, updates, snapshots, and theta at work.
+"""The state directory of a run.
 
-    lock                                    held by one coordinator at a time
-    journal.sqlite                          events and facts
-    contributions/ROUND/SITE.INC.SHARD      payload bytes, kept until the next snapshot
-    updates/ROUND                           payload bytes
-    snapshots/ROUND/{theta,residual,...}    raw fp32, manifest.json written last
-    work/{theta,residual,momentum}          memory-mapped; rebuilt from snapshot and log at start
+    lock                                      held by one coordinator at a time
+    journal.sqlite                            events and facts
+    contributions/ROUND/SITE.INC.SHARD        payload bytes, until snapshots make them superfluous
+    updates/ROUND                             payload bytes, the last `state.keep_updates` of them
+    snapshots/ROUND/                          see coordinator.snapshots
+    work/{theta,residual,momentum}            memory-mapped; set back to a snapshot at each start
 
 Files are written aside, synced and renamed: a file that has its name is whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import os
-import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel
 
 from coordinator.journal import Journal
+from coordinator.snapshots import Snapshot, Snapshots
+from coordinator.state import Rules, State, initial_state
 from loco.config import Config, config_from_json
 from loco.digest import chunk_hashes, theta_digest
 from loco.errors import ConfigError
@@ -34,25 +31,18 @@ from loco.layout import Layout
 Array = npt.NDArray[np.float32]
 
 
-class _Manifest(BaseModel):
-    """Written last: a directory that has it is a whole snapshot."""
-
-    theta_digest: str
-    buffers: tuple[str, ...]
-
-
 class Store:
     """One run's state directory, opened and locked. Use `Store.open` or `Store.create`."""
 
     def __init__(self, directory: Path, lock: BinaryIO, journal: Journal) -> None:
         self.directory = directory
         self.journal = journal
+        self.snapshots = Snapshots(directory / "snapshots")
         self._lock = lock
         facts = journal.facts()
         self.run_id = facts["run_id"]
         self.config: Config = config_from_json(facts["config"])
         self.layout = Layout.from_json(facts["layout"])
-        self.initial_digest = facts["theta_digest"]
 
     # --- opening --------------------------------------------------------------------------------
 
@@ -66,23 +56,23 @@ class Store:
         cls, directory: Path, *, run_id: str, config: Config, layout: Layout, theta: Array
     ) -> Store:
         """Begin a run: `theta` [num_elements] fp32 becomes round 0 for everyone."""
-        lock = _lock(directory)
-        for name in ("contributions", "updates", "snapshots", "work"):
+        lock = lock_directory(directory)
+        for name in ("contributions", "updates", "work"):
             (directory / name).mkdir(exist_ok=True)
         buffers = {"theta": theta, "residual": np.zeros_like(theta)}
         if config.outer.aggregation == "nesterov":
             buffers["momentum"] = np.zeros_like(theta)
         digest = theta_digest(chunk_hashes(theta))
-        _write_snapshot(directory / "snapshots" / "0", buffers, digest)
-        journal = Journal(directory / "journal.sqlite")
-        journal.create(
-            {
-                "run_id": run_id,
-                "config": config.to_json(),
-                "layout": layout.to_json(),
-                "theta_digest": digest,
-            }
+        Snapshots(directory / "snapshots").save(
+            0,
+            buffers,
+            theta_digest=digest,
+            state=initial_state(rules_of(config), digest),
+            journal_seq=0,
         )
+        journal = Journal(directory / "journal.sqlite")
+        facts = {"run_id": run_id, "config": config.to_json(), "layout": layout.to_json()}
+        journal.create(facts)
         return cls(directory, lock, journal)
 
     @classmethod
@@ -90,7 +80,7 @@ class Store:
         """Open an existing run."""
         if not cls.exists(directory):
             raise ConfigError(f"{directory} holds no run: there is no journal.sqlite in it")
-        lock = _lock(directory)
+        lock = lock_directory(directory)
         journal = Journal(directory / "journal.sqlite")
         if not journal.facts():
             raise ConfigError(
@@ -104,44 +94,28 @@ class Store:
 
     # --- theta at work --------------------------------------------------------------------------
 
-    def work(self) -> dict[str, Array]:
-        """Memory-mapped buffers [num_elements] fp32, set back to the newest snapshot."""
-        source = self._snapshot_dir(self.snapshot_round())
+    def work(self, snapshot: Snapshot) -> dict[str, Array]:
+        """Memory-mapped buffers [num_elements] fp32, set back to a snapshot."""
         buffers: dict[str, Array] = {}
-        for name in _manifest(source).buffers:
+        for name in snapshot.manifest.digests:
             target = self.directory / "work" / name
-            shutil.copyfile(source / name, target)
+            shutil.copyfile(snapshot.directory / name, target)
             buffers[name] = np.memmap(target, np.float32, mode="r+")
         return buffers
 
-    def snapshot_round(self) -> int:
-        """Round of the newest snapshot that is whole."""
-        return max(
-            int(path.name)
-            for path in (self.directory / "snapshots").iterdir()
-            if path.name.isdigit() and (path / "manifest.json").exists()
+    def save_snapshot(self, state: State, journal_seq: int, buffers: dict[str, Array]) -> None:
+        """Write a snapshot, then forget what no kept snapshot needs."""
+        oldest = self.snapshots.save(
+            state.round,
+            buffers,
+            theta_digest=state.theta_digest,
+            state=state,
+            journal_seq=journal_seq,
         )
-
-    def snapshot_digest(self, round_: int) -> str:
-        return _manifest(self._snapshot_dir(round_)).theta_digest
-
-    def snapshot_theta(self, round_: int) -> Path:
-        """File of theta at that round: raw little-endian fp32."""
-        return self._snapshot_dir(round_) / "theta"
-
-    def save_snapshot(self, round_: int, buffers: dict[str, Array], digest: str) -> None:
-        """Write a snapshot, then forget what it makes superfluous."""
-        _write_snapshot(self._snapshot_dir(round_), buffers, digest)
+        self.journal.forget(oldest.manifest.journal_seq)
         for path in (self.directory / "contributions").iterdir():
-            if int(path.name) < round_:
+            if int(path.name) < oldest.round:
                 shutil.rmtree(path)
-        snapshots = [p for p in (self.directory / "snapshots").iterdir() if p.name.isdigit()]
-        # The one before stays: a site may be downloading it.
-        for path in sorted(snapshots, key=lambda p: int(p.name))[:-2]:
-            shutil.rmtree(path)
-
-    def _snapshot_dir(self, round_: int) -> Path:
-        return self.directory / "snapshots" / str(round_)
 
     # --- contributions and updates --------------------------------------------------------------
 
@@ -157,44 +131,8 @@ class Store:
                 path.unlink()
 
 
-class Aside:
-    """A file that appears under its name whole and synced (`commit`), or not at all (`abort`)."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-        self._file = self._aside.open("wb")
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-
-    def commit(self) -> None:
-        """Sync and rename."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._aside.rename(self._path)
-        _sync_directory(self._path.parent)
-
-    def abort(self) -> None:
-        """Remove it, unless it was committed."""
-        self._file.close()
-        self._aside.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def write_aside(path: Path) -> Iterator[Aside]:
-    """Commit at the end of the block, abort where it raises."""
-    aside = Aside(path)
-    try:
-        yield aside
-        aside.commit()
-    finally:
-        aside.abort()
-
-
-def _lock(directory: Path) -> BinaryIO:
+def lock_directory(directory: Path) -> BinaryIO:
+    """Hold the directory for this process, or raise ConfigError; ends with the process."""
     directory.mkdir(parents=True, exist_ok=True)
     file = (directory / "lock").open("wb")
     try:
@@ -208,23 +146,15 @@ def _lock(directory: Path) -> BinaryIO:
     return file
 
 
-def _write_snapshot(directory: Path, buffers: dict[str, Array], digest: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, buffer in buffers.items():
-        with write_aside(directory / name) as file:
-            file.write(np.ascontiguousarray(buffer).view(np.uint8).data)
-    manifest = _Manifest(theta_digest=digest, buffers=tuple(sorted(buffers)))
-    with write_aside(directory / "manifest.json") as file:
-        file.write(manifest.model_dump_json().encode())
-
-
-def _manifest(directory: Path) -> _Manifest:
-    return _Manifest.model_validate_json((directory / "manifest.json").read_text())
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def rules_of(config: Config) -> Rules:
+    """The part of the config that the round machine obeys."""
+    return Rules(
+        rounds=config.run.rounds,
+        min_sites=config.quorum.min_sites,
+        grace_seconds=config.quorum.grace_seconds,
+        deadline_seconds=config.quorum.deadline_seconds,
+        dead_after_seconds=config.quorum.dead_after_seconds,
+        inner_steps=config.inner.steps,
+        quarantine_after=config.quorum.quarantine_after,
+        keep_updates=config.state.keep_updates,
+    )

@@ -25,6 +25,7 @@ SITE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Alpha = Annotated[float, Field(gt=0.0, le=10.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=7 * 86400.0)]
 
 
@@ -87,6 +88,9 @@ class InnerConfig(_Section):
 
     steps: PositiveInt = 15
     """H: inner steps a round."""
+    max_local_steps: PositiveInt = 200
+    """Inner steps at most that a site makes between two exchanges while it cannot reach the
+    coordinator; then it waits."""
     sync: Literal["dense"] = "dense"
     """How the ranks of a site combine gradients each inner step."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -111,12 +115,19 @@ class OuterConfig(_Section):
     aggregation: Literal["mean_contributors", "mean", "nesterov"] = "mean_contributors"
     """`mean_contributors`: each coordinate over the weight of those that sent it. `mean`: over the
     weight of all. `nesterov`: plain DiLoCo on dense contributions."""
-    alpha: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    alpha: Alpha = 1.0
     """Outer learning rate."""
+    alpha_steps: dict[Annotated[int, Field(ge=1)], Alpha] = {}
+    """Another alpha from a round on, for example { 100 = 0.65, 500 = 0.4 }."""
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of the sites' error feedback a round."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Nesterov momentum; read by `nesterov` only."""
+    max_norm_ratio: Annotated[float, Field(ge=1.0)] | None = None
+    """Scale a contribution down to this many times the median norm of the round's contributions;
+    leave out for no clipping."""
+    max_value: Annotated[float, Field(gt=0.0)] = 1000.0
+    """Refuse a contribution with a larger magnitude in it, naming the tensor."""
 
 
 class CodecConfig(_Section):
@@ -148,6 +159,8 @@ class QuorumConfig(_Section):
     """How often a site reports itself."""
     dead_after_seconds: Seconds = 30.0
     """A site unheard for this long is no longer alive and no longer expected."""
+    quarantine_after: PositiveInt = 5
+    """Refused contributions in a row after which a site must be readmitted by an operator."""
 
     @model_validator(mode="after")
     def _dead_after_heartbeat(self) -> Self:
@@ -187,6 +200,15 @@ class Config(_Section):
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
+    def _local_steps_hold_a_round(self) -> Self:
+        if self.inner.max_local_steps < self.inner.steps:
+            raise ValueError(
+                f"inner.max_local_steps = {self.inner.max_local_steps} must be at least "
+                f"inner.steps = {self.inner.steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _dense_goes_with_nesterov(self) -> Self:
         if self.outer.aggregation == "nesterov" and self.codec.bits != 32:
             raise ValueError(
@@ -204,11 +226,6 @@ class Config(_Section):
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    @property
-    def total_steps(self) -> int:
-        """Inner steps of the whole run at one site."""
-        return self.run.rounds * self.inner.steps
 
 
 def check_site_name(name: str) -> str:

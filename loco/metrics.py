@@ -101,6 +101,11 @@ class CoordinatorMetrics:
         self.rejections = Counter(
             "loco_rejections", "Requests refused.", ("reason",), registry=registry
         )
+        self.resumed_bytes = Counter(
+            "loco_upload_resumed_bytes",
+            "Bytes of uploads that did not have to be sent again after a broken connection.",
+            registry=registry,
+        )
         self.digest_mismatches = Counter(
             "loco_digest_mismatches",
             "Times that a site reported another theta than the coordinator's.",

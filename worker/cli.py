@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +38,11 @@ def worker(
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for a coordinator that is away.")
     ] = 3600.0,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Directory of this site's checkpoints; it comes back from the newest."),
+    ] = None,
+    checkpoint_every_rounds: Annotated[int, typer.Option(min=1)] = 10,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Rank r serves /metrics on PORT + r.")
     ] = None,
@@ -61,6 +67,8 @@ def worker(
         patience_seconds=patience,
         threads=threads or max(1, (os.cpu_count() or 1) // num_local),
         metrics=metrics,
+        checkpoint=checkpoint,
+        checkpoint_every_rounds=checkpoint_every_rounds,
     )
     for address in (coordinator, metrics):
         if address is not None:

@@ -19,7 +19,7 @@ from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
 from loco.errors import NonFiniteError
 from loco.layout import CHUNK, Layout, cells
-from loco.outer import apply_update, k_at
+from loco.outer import apply_update
 from worker.site import Site
 
 
@@ -43,6 +43,7 @@ class Exchange:
         self._theta = np.zeros(len(self.rows) * CHUNK, np.float32)
         self._ef = np.zeros_like(self._theta)
         self._sent: _Sent | None = None
+        self._anchor: npt.NDArray[np.float32] | None = None  # params at the last encode
         self.round = 0
 
     @property
@@ -57,20 +58,40 @@ class Exchange:
         self._sent = None
         self.round = round_
 
+    def state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """theta and EF of this rank's rows [rows * 4096] fp32, shared, between two rounds."""
+        assert self._sent is None
+        return torch.from_numpy(self._theta), torch.from_numpy(self._ef)
+
+    def restore(self, theta: torch.Tensor, error_feedback: torch.Tensor, round_: int) -> None:
+        """Take what `state` gave at that round."""
+        self._theta[:] = theta.numpy()
+        self._ef[:] = error_feedback.numpy()
+        self._sent = None
+        self.round = round_
+
     def digest(self) -> str:
         """Digest of the whole theta; every rank hashes its own rows."""
         hashes = b"".join(self._site.gather_bytes(chunk_hashes(self._theta).tobytes()))
         return theta_digest(np.frombuffer(hashes, np.uint64))
 
-    def write_parameters(self) -> None:
-        """Overwrite the replica with theta, equally on all ranks."""
-        theta = self._site.gather_rows(torch.from_numpy(self._theta), self._layout)
+    def write_parameters(self, *, keep_progress: bool = False) -> None:
+        """Overwrite the replica with theta, equally on all ranks.
+
+        `keep_progress`: with theta + (params - params at the last encode), so that inner steps made
+        since then are not lost; they are in the next pseudo-gradient.
+        """
+        rows = self._theta
+        if keep_progress:
+            assert self._anchor is not None
+            rows = rows + (self._read_rows() - self._anchor)
+        theta = self._site.gather_rows(torch.from_numpy(rows), self._layout)
         with torch.no_grad():
             for p in self._layout.parameters:
                 flat = theta[p.start : p.start + p.numel]
                 self._parameters[p.name].copy_(flat.view(p.shape))
 
-    def encode(self) -> bytes:
+    def encode(self, k: int) -> bytes:
         """This rank's shard of the contribution: one payload a cell.
 
         Raises:
@@ -78,6 +99,7 @@ class Exchange:
         """
         params = self._read_rows()
         self._check_finite(params)
+        self._anchor = params
         parts = []
         for cell in cells(self.rows):
             here = self._slice(cell)
@@ -86,7 +108,7 @@ class Exchange:
                 params[here],
                 self._ef[here],
                 beta=self._config.outer.beta,
-                k=k_at(self._config.codec, self.round),
+                k=k,
                 bits=self._config.codec.bits,
             )
             parts.append((here, encoded))

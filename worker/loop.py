@@ -9,10 +9,12 @@ from loco.digest import bytes_digest
 from loco.errors import LocoError, RefusedError
 from loco.model import layout_of
 from loco.wire.v1 import coordinator_pb2 as pb
+from worker.checkpoint import Checkpoints, Position, RankState
 from worker.exchange import Exchange
+from worker.meanwhile import Meanwhile
 from worker.options import Options
 from worker.pulse import Pulse
-from worker.session import Session
+from worker.session import Have, Session
 from worker.site import Site
 from worker.trainer import Trainer
 
@@ -27,20 +29,18 @@ class Worker:
         self._site = site
         self._session = session
         self._pulse = Pulse()
+        self._meanwhile = Meanwhile(site, session, self._step_while_away)
+        self._plan = pb.RoundPlan()
 
     def run(self) -> None:
         """Train until the run is finished."""
         run = self._get_run()
-        config = config_from_json(run.config_json)
-        corpus = self._options.data or config.data.sites.get(self._options.site, config.data.corpus)
-        self._trainer = self._site.together(
-            lambda: Trainer(config, self._site, self._options.site, corpus)
-        )
-        self._config = config
+        self._config = config_from_json(run.config_json)
+        self._trainer = self._site.together(self._make_trainer)
         self._layout = layout_of(self._trainer.model)
-        self._exchange = Exchange(config, self._site, self._trainer.model, self._layout)
-        joined = self._join(run)
-        self._load_snapshot(joined.snapshot_round, joined.snapshot_digest)
+        self._exchange = Exchange(self._config, self._site, self._trainer.model, self._layout)
+        self._checkpoints = self._open_checkpoints(run.run_id)
+        self._enter(run)
         try:
             self._rounds()
         finally:
@@ -53,7 +53,7 @@ class Worker:
             directive = self._next_directive()
             match directive.directive:
                 case pb.DIRECTIVE_TRAIN:
-                    self._contribute()
+                    self._contribute(directive.plan)
                 case pb.DIRECTIVE_UPDATE:
                     self._catch_up(directive)
                 case pb.DIRECTIVE_RESYNC:
@@ -67,28 +67,30 @@ class Worker:
 
     # --- one round ------------------------------------------------------------------------------
 
-    def _contribute(self) -> None:
+    def _contribute(self, plan: pb.RoundPlan) -> None:
         """H inner steps, then this rank's shard of the contribution."""
+        self._plan = plan
         self._evaluate_if_due()
-        round_ = self._exchange.round
         with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
-            stats = self._trainer.train_round(round_)
+            self._trainer.train(plan.inner_steps, plan)
+            local = self._trainer.exchanged()
         with self._pulse.phase(pb.SITE_PHASE_ENCODE):
-            body = self._site.together(self._exchange.encode)
+            body = self._site.together(lambda: self._exchange.encode(plan.k))
         with self._pulse.edit() as beat:
-            beat.inner_steps = (round_ + 1) * self._config.inner.steps
-            beat.tokens += stats.tokens
-            beat.train_bits_per_byte = stats.train_bits_per_byte
+            beat.inner_steps = self._trainer.data_cursor
+            beat.tokens += local.tokens
+            beat.train_bits_per_byte = local.train_bits_per_byte
         header = pb.PushHeader(
-            round=round_,
+            round=self._exchange.round,
             shard=self._site.rank,
             num_shards=self._site.num_ranks,
-            tokens=stats.tokens,
-            inner_steps=stats.inner_steps,
+            tokens=local.tokens,
+            inner_steps=local.inner_steps,
+            data_cursor=self._trainer.data_cursor,
             theta_digest=self._theta_digest,
         )
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
-            self._site.together(lambda: self._push(header, body))
+            self._meanwhile.do(lambda: self._push(header, body))
 
     def _push(self, header: pb.PushHeader, body: bytes) -> None:
         try:
@@ -99,20 +101,32 @@ class Worker:
             # The next directive says what the run did instead; EF keeps what was not included.
             log.warning("contribution refused: %s", refused)
 
+    def _step_while_away(self) -> bool:
+        """One inner step beyond H, because the coordinator does not answer; False: no more."""
+        total = self._plan.inner_steps + self._trainer.local_steps
+        if not self._plan.inner_steps or total >= self._config.inner.max_local_steps:
+            return False
+        with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
+            self._trainer.train(1, self._plan)
+        return True
+
     def _catch_up(self, directive: pb.WaitRoundResponse) -> None:
         """Pull the update in parts, one a rank, and apply it everywhere."""
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
             self._exchange.settle(included=directive.included)
             self._site.together(lambda: self._exchange.apply(update))
-            self._exchange.write_parameters()
+            self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
             self._report_theta(directive.theta_digest)
+        due = self._exchange.round % self._options.checkpoint_every_rounds == 0
+        if self._checkpoints and due and not self._trainer.local_steps:
+            self._save_checkpoint()
 
     def _pull(self, directive: pb.WaitRoundResponse) -> bytes:
         size, ranks = directive.update_bytes, self._site.num_ranks
         rank, round_ = self._site.rank, self._exchange.round
         span = range(rank * size // ranks, (rank + 1) * size // ranks)
-        part = self._site.together(lambda: self._session.pull(round_, span))
+        part = self._meanwhile.do(lambda: self._session.pull(round_, span))
         update = b"".join(self._site.gather_bytes(part))
         if bytes_digest(update) != directive.update_digest:
             raise LocoError(f"the update of round {round_} came with another digest than announced")
@@ -122,11 +136,22 @@ class Worker:
         """Measure theta every so many rounds, and the final one."""
         every, round_ = self._config.eval.every_rounds, self._exchange.round
         last = round_ == self._config.run.rounds
-        if every and (round_ % every == 0 or last):
+        if every and (round_ % every == 0 or last) and not self._trainer.local_steps:
             with self._pulse.phase(pb.SITE_PHASE_EVAL):
                 measured = self._trainer.evaluate()
             with self._pulse.edit() as beat:
                 beat.evaluation.CopyFrom(pb.Evaluation(round=round_, bits_per_byte=measured))
+
+    def _next_directive(self) -> pb.WaitRoundResponse:
+        def ask() -> bytes:
+            if not self._site.leads:
+                return b""
+            answer = self._session.next_directive(self._exchange.round, self._theta_digest)
+            return answer.SerializeToString()
+
+        with self._pulse.phase(pb.SITE_PHASE_WAIT):
+            answer = self._meanwhile.do(ask)
+            return pb.WaitRoundResponse.FromString(self._site.gather_bytes(answer)[0])
 
     # --- joining --------------------------------------------------------------------------------
 
@@ -134,9 +159,62 @@ class Worker:
         packed = self._site.from_leader(lambda: self._session.get_run().SerializeToString())
         return pb.GetRunResponse.FromString(packed)
 
-    def _join(self, run: pb.GetRunResponse) -> pb.JoinResponse:
+    def _make_trainer(self) -> Trainer:
+        name = self._options.site
+        corpus = self._options.data or self._config.data.sites.get(name, self._config.data.corpus)
+        return Trainer(self._config, self._site, name, corpus)
+
+    def _open_checkpoints(self, run_id: str) -> Checkpoints | None:
+        directory = self._options.checkpoint
+        if directory is None:
+            return None
+        return Checkpoints(directory, self._site, run_id=run_id, name=self._options.site)
+
+    def _enter(self, run: pb.GetRunResponse) -> None:
+        """Join with the state of the newest checkpoint, or from the coordinator's snapshot.
+
+        Error feedback is kept only with the theta that it belongs to: if the run can lead that
+        theta on by updates. The inner optimizer is kept in any case.
+        """
+        saved = self._checkpoints.newest() if self._checkpoints else None
+        have = Have(round=saved.round, theta_digest=saved.theta_digest) if saved else None
+        joined = self._join(run, have)
+        self._trainer.data_cursor = joined.data_cursor
+        if self._checkpoints and saved:
+            rows = self._exchange.rows
+            theta, error_feedback, optimizers = self._checkpoints.load(saved, rows)
+            self._trainer.optimizer.load_state_dict(optimizers[0])
+            self._trainer.data_cursor = max(saved.data_cursor, joined.data_cursor)
+            if joined.keep_state:
+                log.info("going on from the checkpoint of round %d", saved.round)
+                self._exchange.restore(theta, error_feedback, saved.round)
+                self._exchange.write_parameters()
+                self._report_theta(saved.theta_digest)
+                return
+            log.warning("the checkpoint of round %d is too old: its EF is dropped", saved.round)
+        self._load_snapshot(joined.snapshot_round, joined.snapshot_digest)
+
+    def _save_checkpoint(self) -> None:
+        assert self._checkpoints is not None
+        theta, error_feedback = self._exchange.state()
+        self._checkpoints.save(
+            Position(
+                round=self._exchange.round,
+                theta_digest=self._theta_digest,
+                data_cursor=self._trainer.data_cursor,
+            ),
+            RankState(
+                theta=theta,
+                error_feedback=error_feedback,
+                optimizer=self._trainer.optimizer.state_dict(),
+            ),
+            rows=self._exchange.rows,
+            num_rows=self._layout.num_chunks,
+        )
+
+    def _join(self, run: pb.GetRunResponse, have: Have | None) -> pb.JoinResponse:
         def ask() -> bytes:
-            answer = self._session.join(run, self._layout, self._site.num_ranks)
+            answer = self._session.join(run, self._layout, self._site.num_ranks, have)
             return answer.SerializeToString()
 
         joined = pb.JoinResponse.FromString(self._site.from_leader(ask))
@@ -176,11 +254,3 @@ class Worker:
         with self._pulse.edit() as beat:
             beat.theta_digest = self._theta_digest
             beat.round = self._exchange.round
-
-    def _next_directive(self) -> pb.WaitRoundResponse:
-        def ask() -> bytes:
-            answer = self._session.next_directive(self._exchange.round, self._theta_digest)
-            return answer.SerializeToString()
-
-        with self._pulse.phase(pb.SITE_PHASE_WAIT):
-            return pb.WaitRoundResponse.FromString(self._site.from_leader(ask))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class Options:
     """CPU threads of each rank."""
     metrics: str | None
     """HOST:PORT; rank r serves /metrics on PORT + r."""
+    checkpoint: Path | None
+    """Directory of the site's checkpoints, which all its ranks can reach; None: no checkpoints."""
+    checkpoint_every_rounds: int
 
     def arguments(self) -> list[str]:
         """The command line that gives these options."""
@@ -33,5 +37,7 @@ class Options:
             "--patience": self.patience_seconds,
             "--threads": self.threads,
             "--metrics": self.metrics,
+            "--checkpoint": self.checkpoint,
+            "--checkpoint-every-rounds": self.checkpoint_every_rounds,
         }
         return [str(part) for item in flags.items() if item[1] is not None for part in item]

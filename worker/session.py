@@ -12,9 +12,11 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
+import xxhash
 from google.protobuf.message import Message
 
 from loco.digest import bytes_digest
@@ -39,8 +41,21 @@ MessageT = TypeVar("MessageT", bound=Message)
 CALL_SECONDS = 30.0
 POLL_SECONDS = 20.0
 MAX_PAUSE_SECONDS = 5.0
+SAY_SECONDS = 5.0  # between lines about a coordinator that is away
 # Answers that mean "not now": the coordinator is starting, stopping or out of reach.
 _TRY_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class DamagedBlockError(Exception):
+    """A block came with another checksum than it left with; it is fetched again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Have:
+    """The theta that a site brings along."""
+
+    round: int
+    theta_digest: str
 
 
 class Session:
@@ -54,6 +69,8 @@ class Session:
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = pb_grpc.CoordinatorServiceStub(self._channel)
         self._instance = secrets.token_hex(8)
+        self._away_since: float | None = None
+        self._said = 0.0
         self.caller = pb.Caller()
 
     def close(self) -> None:
@@ -66,8 +83,10 @@ class Session:
         request = pb.GetRunRequest(protocol_version=PROTOCOL_VERSION)
         return self._call(self._stub.GetRun, request)
 
-    def join(self, run: pb.GetRunResponse, layout: Layout, num_ranks: int) -> pb.JoinResponse:
-        """Enter the run."""
+    def join(
+        self, run: pb.GetRunResponse, layout: Layout, num_ranks: int, have: Have | None
+    ) -> pb.JoinResponse:
+        """Enter the run; `have` tells of the theta in the site's checkpoint."""
         request = pb.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             run_id=run.run_id,
@@ -77,6 +96,8 @@ class Session:
             config_hash=run.config_hash,
             layout_fingerprint=layout.fingerprint,
             layout=[pb.TensorSpec(name=p.name, shape=p.shape) for p in layout.parameters],
+            have_round=have.round if have else None,
+            have_digest=have.theta_digest if have else "",
         )
         return self._call(self._stub.Join, request)
 
@@ -107,23 +128,35 @@ class Session:
     # --- every rank -----------------------------------------------------------------------------
 
     def push(self, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
-        """Upload one shard; safe to repeat."""
+        """Upload one shard; safe to repeat, and goes on where a broken stream stopped."""
         header.caller.CopyFrom(self.caller)
         header.size_bytes = len(body)
         header.digest = bytes_digest(body)
-
-        def messages() -> Iterator[pb.PushRequest]:
-            yield self._sent(pb.PushRequest(header=header), "contribution")
-            for start in range(0, len(body), BLOCK_BYTES):
-                block = pb.Block(data=body[start : start + BLOCK_BYTES])
-                yield self._sent(pb.PushRequest(block=block), "contribution")
+        fresh = True
 
         def push_once() -> pb.PushResponse:
-            return self._stub.Push(messages())
+            nonlocal fresh
+            header.offset = 0 if fresh else self._push_offset(header)
+            fresh = False
+            response: pb.PushResponse = self._stub.Push(self._push_messages(header, body))
+            return response
 
         response = self._patiently(push_once)
         self._received(response, "control")
         return response
+
+    def _push_offset(self, header: pb.PushHeader) -> int:
+        request = self._sent(pb.PushOffsetRequest(header=header), "control")
+        answer = self._stub.PushOffset(request, timeout=CALL_SECONDS)
+        self._received(answer, "control")
+        return answer.offset
+
+    def _push_messages(self, header: pb.PushHeader, body: bytes) -> Iterator[pb.PushRequest]:
+        yield self._sent(pb.PushRequest(header=header), "contribution")
+        for start in range(header.offset, len(body), BLOCK_BYTES):
+            data = body[start : start + BLOCK_BYTES]
+            block = pb.Block(data=data, checksum=xxhash.xxh3_64_intdigest(data))
+            yield self._sent(pb.PushRequest(block=block), "contribution")
 
     def pull(self, round_: int, span: range) -> bytes:
         """These bytes of the update that ends a round."""
@@ -163,7 +196,10 @@ class Session:
                 return
             for response in ask(span.start + len(data)):
                 self._received(response, kind)
-                data.extend(response.block.data)
+                block = response.block
+                if xxhash.xxh3_64_intdigest(block.data) != block.checksum:
+                    raise DamagedBlockError(f"a block of the {kind} was damaged on the way")
+                data.extend(block.data)
 
         self._patiently(go_on)
         return bytes(data)
@@ -181,33 +217,46 @@ class Session:
         return response
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
-        away_since: float | None = None
         pause = 0.1
         while True:
             try:
-                return attempt()
-            except grpc.RpcError as error:
-                refused = refusal_of(error)
-                if refused is not None:
-                    raise refused from None
-                if error.code() not in _TRY_AGAIN:
-                    raise UnreachableError(
-                        f"the coordinator at {self.address} failed: {describe(error)}"
-                    ) from None
-                now = time.monotonic()
-                away_since = away_since or now
-                self._give_up_if_due(now - away_since, error)
+                result = attempt()
+            except (grpc.RpcError, DamagedBlockError) as error:
+                self._check_hope(error)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            else:
+                self._away_since = None
+                return result
 
-    def _give_up_if_due(self, away: float, error: grpc.RpcError) -> None:
+    @property
+    def away_seconds(self) -> float:
+        """How long the coordinator has not answered; 0 while it does."""
+        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
+
+    def _check_hope(self, error: grpc.RpcError | DamagedBlockError) -> None:
+        """Return where another attempt may help; raise where it cannot, or patience is over."""
+        if isinstance(error, DamagedBlockError):
+            log.warning("%s; fetching it again", error)
+            return
+        refused = refusal_of(error)
+        if refused is not None and refused.reason != "disk_full":
+            raise refused from None
+        if refused is None and error.code() not in _TRY_AGAIN:
+            raise UnreachableError(
+                f"the coordinator at {self.address} failed: {describe(error)}"
+            ) from None
+        if self._away_since is None:
+            self._away_since = self._said = time.monotonic()
+        away = self.away_seconds
         if away >= self._patience:
             raise UnreachableError(
                 f"the coordinator at {self.address} did not answer for {away:.0f} s "
                 f"({describe(error)}): check the address and that it runs, or give a longer "
                 "--patience"
             ) from None
-        if away > 0:
+        if time.monotonic() - self._said >= SAY_SECONDS:
+            self._said = time.monotonic()
             log.warning(
                 "coordinator %s away for %.0f s, giving up in %.0f s: %s",
                 self.address,

@@ -12,15 +12,16 @@ from loco.data import DataStream, bits_per_byte, evaluate, load_tokens, validati
 from loco.errors import NonFiniteError
 from loco.inner.build import build_inner, lr_at
 from loco.model import build_model
+from loco.wire.v1 import coordinator_pb2 as pb
 from worker.site import Site
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundStats:
-    """Sums over the ranks of a site, for one round."""
+class Local:
+    """What a site has done since the last exchange; sums over its ranks."""
 
-    tokens: int
     inner_steps: int
+    tokens: int
     train_bits_per_byte: float
 
 
@@ -32,7 +33,7 @@ class Trainer:
         self._site = site
         self._name = name
         self.model = build_model(config.model, seed=config.run.seed).to(site.device)
-        self._optimizer = build_inner(config.inner, self.model, site.group)
+        self.optimizer = build_inner(config.inner, self.model, site.group)
         self._stream = DataStream(
             load_tokens(corpus, "train"),
             seq_len=config.model.seq_len,
@@ -47,41 +48,56 @@ class Trainer:
             seq_len=config.model.seq_len,
             count=config.eval.sequences,
         )
+        self.data_cursor = 0
+        """Inner steps of this site since the run's start: its position in its data."""
+        self._local_steps = 0
+        self._nats = 0.0
         self._held_out = held_out[site.rank :: site.num_ranks]
 
-    def train_round(self, round_: int) -> RoundStats:
-        """H inner steps. The step's number alone decides data and lr, so nothing else is state.
+    def train(self, num_steps: int, plan: pb.RoundPlan) -> None:
+        """Inner steps; the learning rate follows the run's steps, the data this site's own."""
+        for _ in range(num_steps):
+            step = min(plan.first_step + self._local_steps, plan.total_steps - 1)
+            self._nats += self._inner_step(lr_at(self._config.inner, step, plan.total_steps))
+            self._local_steps += 1
+            self.data_cursor += 1
+
+    @property
+    def local_steps(self) -> int:
+        """Inner steps since the last exchange."""
+        return self._local_steps
+
+    def exchanged(self) -> Local:
+        """Begin a new count; returns what was done since the last exchange.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite, on every rank alike.
+            NonFiniteError: the loss was NaN or infinite, on every rank alike.
         """
-        steps = self._config.inner.steps
-        nats = torch.zeros((), dtype=torch.float64)
-        for step in range(round_ * steps, (round_ + 1) * steps):
-            nats += self._inner_step(step)
-        (total,) = self._site.sum(float(nats))
+        steps, nats = self._local_steps, self._nats
+        self._local_steps, self._nats = 0, 0.0
+        (total,) = self._site.sum(nats)
         mean = total / (steps * self._site.num_ranks)
         if not math.isfinite(mean):
             raise NonFiniteError(
-                f"site {self._name!r}: the training loss of round {round_} is {mean}; nothing of "
-                "it was sent. Lower inner.lr, check the data, and start again from the last round"
+                f"site {self._name!r}: the training loss of the last {steps} inner steps is "
+                f"{mean}; nothing of them was sent. Lower inner.lr, check the data, and start "
+                "again: the coordinator holds the last round"
             )
-        return RoundStats(
-            tokens=steps * self._config.data.batch * self._config.model.seq_len,
+        return Local(
             inner_steps=steps,
+            tokens=steps * self._config.data.batch * self._config.model.seq_len,
             train_bits_per_byte=mean / math.log(2),
         )
 
-    def _inner_step(self, step: int) -> float:
-        lr = lr_at(self._config.inner, step, self._config.total_steps)
-        for group in self._optimizer.param_groups:
+    def _inner_step(self, lr: float) -> float:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
-        inputs, targets = self._stream.batch(step)
-        self._optimizer.zero_grad()
+        inputs, targets = self._stream.batch(self.data_cursor)
+        self.optimizer.zero_grad()
         with self._autocast():
             loss = self.model(inputs.to(self._site.device), targets.to(self._site.device))
         loss.backward()
-        self._optimizer.step()
+        self.optimizer.step()
         return float(loss.detach())
 
     def evaluate(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from loco.config import CodecConfig
+from loco.config import CodecConfig, OuterConfig
 
 
 def k_at(codec: CodecConfig, round_: int) -> int:
@@ -17,3 +17,9 @@ def k_at(codec: CodecConfig, round_: int) -> int:
         return codec.k
     exponent = round_ / codec.k_ramp_rounds
     return round(codec.k_start * math.pow(codec.k / codec.k_start, exponent))
+
+
+def alpha_at(outer: OuterConfig, round_: int) -> float:
+    """Outer learning rate in this round: that of the last step of `alpha_steps` reached."""
+    reached = [first for first in outer.alpha_steps if first <= round_]
+    return outer.alpha_steps[max(reached)] if reached else outer.alpha

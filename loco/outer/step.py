@@ -37,11 +37,12 @@ class OuterRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one site sends for a range of a cell; `weight` is its share of the round's tokens."""
+    """What one site sends for a range of a cell."""
 
     start: int  # first element within the cell
     num_elements: int
-    weight: float
+    weight: float  # share of the round's tokens
+    scale: float  # at most 1: clipping of contributions that are larger than their peers
     payload: bytes
 
 
@@ -85,10 +86,20 @@ def _accumulate(pieces: Iterable[Piece], size: int) -> tuple[Array, Array]:
     weight_sum = np.zeros(size, np.float32)  # sum of w_r over the senders of each coordinate
     for piece in pieces:
         here = slice(piece.start, piece.start + piece.num_elements)
-        codec.decode_add(
-            piece.payload, total[here], weight=piece.weight, weight_acc=weight_sum[here]
-        )
+        if piece.scale == 1.0:
+            codec.decode_add(
+                piece.payload, total[here], weight=piece.weight, weight_acc=weight_sum[here]
+            )
+        else:
+            _add_scaled(piece, total[here], weight_sum[here])
     return total, weight_sum
+
+
+def _add_scaled(piece: Piece, total: Array, weight_sum: Array) -> None:
+    """A clipped contribution: smaller values, the same weight."""
+    sent = codec.decode(piece.payload, piece.num_elements)
+    total[sent.indices] += np.float32(piece.weight * piece.scale) * sent.values
+    weight_sum[sent.indices] += np.float32(piece.weight)
 
 
 def _nesterov(rules: OuterRules, gradient: Array, momentum: Array) -> Array:

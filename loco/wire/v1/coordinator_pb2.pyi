@@ -63,6 +63,16 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The requested update or snapshot is not kept any more, or does not exist yet."""
     REFUSAL_REASON_CONFLICT: _RefusalReason.ValueType  # 16
     """The same key was pushed before with other bytes."""
+    REFUSAL_REASON_DISK_FULL: _RefusalReason.ValueType  # 17
+    """The coordinator's disk is full: nothing is lost, try again when there is room."""
+    REFUSAL_REASON_ABSURD: _RefusalReason.ValueType  # 18
+    """A value of the contribution is larger than the run allows; the message names the tensor."""
+    REFUSAL_REASON_QUARANTINED: _RefusalReason.ValueType  # 19
+    """The site's contributions were refused too often; an operator must readmit it."""
+    REFUSAL_REASON_EVICTED: _RefusalReason.ValueType  # 20
+    """An operator has evicted the site."""
+    REFUSAL_REASON_CONTROL: _RefusalReason.ValueType  # 21
+    """The control verb, its key or its value is not possible."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a request was refused. Sent in the trailing metadata key "loco-reason" as the enum's name
@@ -103,6 +113,16 @@ REFUSAL_REASON_NOT_AVAILABLE: RefusalReason.ValueType  # 15
 """The requested update or snapshot is not kept any more, or does not exist yet."""
 REFUSAL_REASON_CONFLICT: RefusalReason.ValueType  # 16
 """The same key was pushed before with other bytes."""
+REFUSAL_REASON_DISK_FULL: RefusalReason.ValueType  # 17
+"""The coordinator's disk is full: nothing is lost, try again when there is room."""
+REFUSAL_REASON_ABSURD: RefusalReason.ValueType  # 18
+"""A value of the contribution is larger than the run allows; the message names the tensor."""
+REFUSAL_REASON_QUARANTINED: RefusalReason.ValueType  # 19
+"""The site's contributions were refused too often; an operator must readmit it."""
+REFUSAL_REASON_EVICTED: RefusalReason.ValueType  # 20
+"""An operator has evicted the site."""
+REFUSAL_REASON_CONTROL: RefusalReason.ValueType  # 21
+"""The control verb, its key or its value is not possible."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _SitePhase:
@@ -184,6 +204,50 @@ DIRECTIVE_RESYNC: Directive.ValueType  # 4
 DIRECTIVE_FINISHED: Directive.ValueType  # 5
 """The run has had all its rounds and the site holds the final theta."""
 Global___Directive: _TypeAlias = Directive  # noqa: Y015
+
+class _ControlVerb:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ControlVerbEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ControlVerb.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONTROL_VERB_UNSPECIFIED: _ControlVerb.ValueType  # 0
+    """Never sent."""
+    CONTROL_VERB_SET: _ControlVerb.ValueType  # 1
+    """Change a setting: key and value."""
+    CONTROL_VERB_PAUSE: _ControlVerb.ValueType  # 2
+    """Open no further round until RESUME."""
+    CONTROL_VERB_RESUME: _ControlVerb.ValueType  # 3
+    """Open rounds again, after PAUSE or DRAIN."""
+    CONTROL_VERB_DRAIN: _ControlVerb.ValueType  # 4
+    """Finish the open round, then let all sites go."""
+    CONTROL_VERB_EVICT: _ControlVerb.ValueType  # 5
+    """Throw a site out: its process stops and it may not join again."""
+    CONTROL_VERB_READMIT: _ControlVerb.ValueType  # 6
+    """Let an evicted or quarantined site join again."""
+    CONTROL_VERB_SNAPSHOT: _ControlVerb.ValueType  # 7
+    """Write a snapshot at the end of the open round."""
+
+class ControlVerb(_ControlVerb, metaclass=_ControlVerbEnumTypeWrapper):
+    """What an operator can ask for."""
+
+CONTROL_VERB_UNSPECIFIED: ControlVerb.ValueType  # 0
+"""Never sent."""
+CONTROL_VERB_SET: ControlVerb.ValueType  # 1
+"""Change a setting: key and value."""
+CONTROL_VERB_PAUSE: ControlVerb.ValueType  # 2
+"""Open no further round until RESUME."""
+CONTROL_VERB_RESUME: ControlVerb.ValueType  # 3
+"""Open rounds again, after PAUSE or DRAIN."""
+CONTROL_VERB_DRAIN: ControlVerb.ValueType  # 4
+"""Finish the open round, then let all sites go."""
+CONTROL_VERB_EVICT: ControlVerb.ValueType  # 5
+"""Throw a site out: its process stops and it may not join again."""
+CONTROL_VERB_READMIT: ControlVerb.ValueType  # 6
+"""Let an evicted or quarantined site join again."""
+CONTROL_VERB_SNAPSHOT: ControlVerb.ValueType  # 7
+"""Write a snapshot at the end of the open round."""
+Global___ControlVerb: _TypeAlias = ControlVerb  # noqa: Y015
 
 @_typing.final
 class Caller(_message.Message):
@@ -314,6 +378,7 @@ class JoinRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     HAVE_ROUND_FIELD_NUMBER: _builtins.int
+    HAVE_DIGEST_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the site speaks."""
     run_id: _builtins.str
@@ -329,7 +394,9 @@ class JoinRequest(_message.Message):
     layout_fingerprint: _builtins.str
     """Fingerprint of the site's layout."""
     have_round: _builtins.int
-    """Round of the theta that the site holds; unset for a fresh site."""
+    """Round of the theta that the site has in its checkpoint; unset for a site without one."""
+    have_digest: _builtins.str
+    """Digest of that theta, hex."""
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """The layout itself, so that a mismatch can be named."""
@@ -346,10 +413,11 @@ class JoinRequest(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         layout: _abc.Iterable[Global___TensorSpec] | None = ...,
         have_round: _builtins.int | None = ...,
+        have_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_have_round", b"_have_round", "have_round", b"have_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_round", b"_have_round", "config_hash", b"config_hash", "have_round", b"have_round", "instance", b"instance", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_ranks", b"num_ranks", "protocol_version", b"protocol_version", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_round", b"_have_round", "config_hash", b"config_hash", "have_digest", b"have_digest", "have_round", b"have_round", "instance", b"instance", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_ranks", b"num_ranks", "protocol_version", b"protocol_version", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__have_round: _TypeAlias = _typing.Literal["have_round"]  # noqa: Y015
     _WhichOneofArgType__have_round: _TypeAlias = _typing.Literal["_have_round", b"_have_round"]  # noqa: Y015
@@ -367,6 +435,8 @@ class JoinResponse(_message.Message):
     SNAPSHOT_ROUND_FIELD_NUMBER: _builtins.int
     SNAPSHOT_DIGEST_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    KEEP_STATE_FIELD_NUMBER: _builtins.int
+    DATA_CURSOR_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Number of this process life of the site."""
     snapshot_round: _builtins.int
@@ -375,6 +445,12 @@ class JoinResponse(_message.Message):
     """Digest of theta in that snapshot, hex."""
     heartbeat_seconds: _builtins.float
     """How often to send heartbeats, in seconds."""
+    keep_state: _builtins.bool
+    """The site may keep the theta and error feedback of its checkpoint: updates lead on from there."""
+    data_cursor: _builtins.int
+    """Inner steps behind the site's included contributions: where a site without a checkpoint
+    goes on in its data.
+    """
     def __init__(
         self,
         *,
@@ -382,10 +458,12 @@ class JoinResponse(_message.Message):
         snapshot_round: _builtins.int = ...,
         snapshot_digest: _builtins.str = ...,
         heartbeat_seconds: _builtins.float = ...,
+        keep_state: _builtins.bool = ...,
+        data_cursor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "snapshot_digest", b"snapshot_digest", "snapshot_round", b"snapshot_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "keep_state", b"keep_state", "snapshot_digest", b"snapshot_digest", "snapshot_round", b"snapshot_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -580,6 +658,8 @@ class PushHeader(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     INNER_STEPS_FIELD_NUMBER: _builtins.int
     THETA_DIGEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_CURSOR_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Outer round."""
     fragment: _builtins.int
@@ -598,6 +678,10 @@ class PushHeader(_message.Message):
     """Inner steps that the site made in the round."""
     theta_digest: _builtins.str
     """Digest of the theta that the pseudo-gradient is measured from, hex."""
+    offset: _builtins.int
+    """Byte of the shard at which the blocks of this stream begin, as told by PushOffset."""
+    data_cursor: _builtins.int
+    """Inner steps of the site since the run's start: its position in the data after this round."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """Who."""
@@ -615,14 +699,62 @@ class PushHeader(_message.Message):
         tokens: _builtins.int = ...,
         inner_steps: _builtins.int = ...,
         theta_digest: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        data_cursor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "digest", b"digest", "fragment", b"fragment", "inner_steps", b"inner_steps", "num_shards", b"num_shards", "round", b"round", "shard", b"shard", "size_bytes", b"size_bytes", "theta_digest", b"theta_digest", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "data_cursor", b"data_cursor", "digest", b"digest", "fragment", b"fragment", "inner_steps", b"inner_steps", "num_shards", b"num_shards", "offset", b"offset", "round", b"round", "shard", b"shard", "size_bytes", b"size_bytes", "theta_digest", b"theta_digest", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushHeader: _TypeAlias = PushHeader  # noqa: Y015
+
+@_typing.final
+class PushOffsetRequest(_message.Message):
+    """Asks how much of a shard has arrived."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___PushHeader:
+        """The header of the upload; its offset is not read."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___PushHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushOffsetRequest: _TypeAlias = PushOffsetRequest  # noqa: Y015
+
+@_typing.final
+class PushOffsetResponse(_message.Message):
+    """How much of a shard has arrived."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Bytes that need not be sent again."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushOffsetResponse: _TypeAlias = PushOffsetResponse  # noqa: Y015
 
 @_typing.final
 class Block(_message.Message):
@@ -631,16 +763,20 @@ class Block(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """At most 1 MiB."""
+    checksum: _builtins.int
+    """XXH3-64 of the data."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "data", b"data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,6 +853,7 @@ class WaitRoundResponse(_message.Message):
     THETA_DIGEST_FIELD_NUMBER: _builtins.int
     INCLUDED_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ROUND_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     directive: Global___Directive.ValueType
     """The directive."""
     message: _builtins.str
@@ -731,6 +868,10 @@ class WaitRoundResponse(_message.Message):
     """For UPDATE: whether it includes a contribution of this site."""
     snapshot_round: _builtins.int
     """For RESYNC: round of the snapshot."""
+    @_builtins.property
+    def plan(self) -> Global___RoundPlan:
+        """For TRAIN: how."""
+
     def __init__(
         self,
         *,
@@ -741,14 +882,49 @@ class WaitRoundResponse(_message.Message):
         theta_digest: _builtins.str = ...,
         included: _builtins.bool = ...,
         snapshot_round: _builtins.int = ...,
+        plan: Global___RoundPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directive", b"directive", "included", b"included", "message", b"message", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directive", b"directive", "included", b"included", "message", b"message", "plan", b"plan", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WaitRoundResponse: _TypeAlias = WaitRoundResponse  # noqa: Y015
+
+@_typing.final
+class RoundPlan(_message.Message):
+    """What holds for one round, at every site alike."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INNER_STEPS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    TOTAL_STEPS_FIELD_NUMBER: _builtins.int
+    K_FIELD_NUMBER: _builtins.int
+    inner_steps: _builtins.int
+    """H: inner steps to make."""
+    first_step: _builtins.int
+    """Inner steps of the run before this round: with them goes the learning rate."""
+    total_steps: _builtins.int
+    """Inner steps of the whole run, as far as is known now: the horizon of the learning rate."""
+    k: _builtins.int
+    """Values to keep of each chunk."""
+    def __init__(
+        self,
+        *,
+        inner_steps: _builtins.int = ...,
+        first_step: _builtins.int = ...,
+        total_steps: _builtins.int = ...,
+        k: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "inner_steps", b"inner_steps", "k", b"k", "total_steps", b"total_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundPlan: _TypeAlias = RoundPlan  # noqa: Y015
 
 @_typing.final
 class PullRequest(_message.Message):
@@ -940,6 +1116,66 @@ class StatusRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
+
+@_typing.final
+class ControlRequest(_message.Message):
+    """What an operator asks for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    VERB_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SITE_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    """Version of this protocol that the caller speaks."""
+    verb: Global___ControlVerb.ValueType
+    """The verb."""
+    key: _builtins.str
+    """For SET: outer.alpha, codec.k or inner.steps."""
+    value: _builtins.str
+    """For SET: the new value, as text."""
+    site: _builtins.str
+    """For EVICT and READMIT: the site."""
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        verb: Global___ControlVerb.ValueType = ...,
+        key: _builtins.str = ...,
+        value: _builtins.str = ...,
+        site: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "protocol_version", b"protocol_version", "site", b"site", "value", b"value", "verb", b"verb"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlRequest: _TypeAlias = ControlRequest  # noqa: Y015
+
+@_typing.final
+class ControlResponse(_message.Message):
+    """It is journaled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """What will happen and when, in words."""
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControlResponse: _TypeAlias = ControlResponse  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):

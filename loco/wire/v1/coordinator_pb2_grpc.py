@@ -55,6 +55,11 @@ class CoordinatorServiceStub:
                 request_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushRequest.SerializeToString,
                 response_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushResponse.FromString,
                 _registered_method=True)
+        self.PushOffset = channel.unary_unary(
+                '/loco.wire.v1.CoordinatorService/PushOffset',
+                request_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushOffsetRequest.SerializeToString,
+                response_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushOffsetResponse.FromString,
+                _registered_method=True)
         self.WaitRound = channel.unary_unary(
                 '/loco.wire.v1.CoordinatorService/WaitRound',
                 request_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.WaitRoundRequest.SerializeToString,
@@ -79,6 +84,11 @@ class CoordinatorServiceStub:
                 '/loco.wire.v1.CoordinatorService/Status',
                 request_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
                 response_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.StatusResponse.FromString,
+                _registered_method=True)
+        self.Control = channel.unary_unary(
+                '/loco.wire.v1.CoordinatorService/Control',
+                request_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlRequest.SerializeToString,
+                response_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlResponse.FromString,
                 _registered_method=True)
 
 
@@ -108,7 +118,14 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Upload one shard of a contribution: a header, then blocks. Idempotent.
+        """Upload one shard of a contribution: a header, then blocks. Idempotent and resumable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PushOffset(self, request, context):
+        """Where an interrupted upload of a shard goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,6 +166,13 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Control(self, request, context):
+        """What an operator wants changed; journaled, and in force from the next round on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -171,6 +195,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushRequest.FromString,
                     response_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushResponse.SerializeToString,
+            ),
+            'PushOffset': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushOffset,
+                    request_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushOffsetRequest.FromString,
+                    response_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.PushOffsetResponse.SerializeToString,
             ),
             'WaitRound': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitRound,
@@ -196,6 +225,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.FromString,
                     response_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.StatusResponse.SerializeToString,
+            ),
+            'Control': grpc.unary_unary_rpc_method_handler(
+                    servicer.Control,
+                    request_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlRequest.FromString,
+                    response_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +341,33 @@ class CoordinatorService:
             '/loco.wire.v1.CoordinatorService/Push',
             loco_dot_wire_dot_v1_dot_coordinator__pb2.PushRequest.SerializeToString,
             loco_dot_wire_dot_v1_dot_coordinator__pb2.PushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushOffset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loco.wire.v1.CoordinatorService/PushOffset',
+            loco_dot_wire_dot_v1_dot_coordinator__pb2.PushOffsetRequest.SerializeToString,
+            loco_dot_wire_dot_v1_dot_coordinator__pb2.PushOffsetResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -442,6 +503,33 @@ class CoordinatorService:
             '/loco.wire.v1.CoordinatorService/Status',
             loco_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
             loco_dot_wire_dot_v1_dot_coordinator__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Control(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loco.wire.v1.CoordinatorService/Control',
+            loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlRequest.SerializeToString,
+            loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlResponse.FromString,
             options,
             channel_credentials,
             insecure,

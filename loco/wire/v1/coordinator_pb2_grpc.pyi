@@ -44,7 +44,9 @@ class CoordinatorServiceStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]
     """"I am alive": runs on a channel of its own, so that data never starves it."""
     Push: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.PushRequest, _coordinator_pb2.PushResponse]
-    """Upload one shard of a contribution: a header, then blocks. Idempotent."""
+    """Upload one shard of a contribution: a header, then blocks. Idempotent and resumable."""
+    PushOffset: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PushOffsetRequest, _coordinator_pb2.PushOffsetResponse]
+    """Where an interrupted upload of a shard goes on."""
     WaitRound: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.WaitRoundRequest, _coordinator_pb2.WaitRoundResponse]
     """Long poll: what a site that holds theta of a round may do next."""
     Pull: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.PullRequest, _coordinator_pb2.PullResponse]
@@ -55,6 +57,8 @@ class CoordinatorServiceStub:
     """Leave the run for good; a contribution that was accepted still counts."""
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusResponse]
     """Where the run stands, for people and scripts."""
+    Control: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ControlRequest, _coordinator_pb2.ControlResponse]
+    """What an operator wants changed; journaled, and in force from the next round on."""
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -68,7 +72,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """"I am alive": runs on a channel of its own, so that data never starves it."""
     Push: _aio.StreamUnaryMultiCallable[_coordinator_pb2.PushRequest, _coordinator_pb2.PushResponse]  # type: ignore[assignment]
-    """Upload one shard of a contribution: a header, then blocks. Idempotent."""
+    """Upload one shard of a contribution: a header, then blocks. Idempotent and resumable."""
+    PushOffset: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PushOffsetRequest, _coordinator_pb2.PushOffsetResponse]  # type: ignore[assignment]
+    """Where an interrupted upload of a shard goes on."""
     WaitRound: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.WaitRoundRequest, _coordinator_pb2.WaitRoundResponse]  # type: ignore[assignment]
     """Long poll: what a site that holds theta of a round may do next."""
     Pull: _aio.UnaryStreamMultiCallable[_coordinator_pb2.PullRequest, _coordinator_pb2.PullResponse]  # type: ignore[assignment]
@@ -79,6 +85,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Leave the run for good; a contribution that was accepted still counts."""
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusResponse]  # type: ignore[assignment]
     """Where the run stands, for people and scripts."""
+    Control: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ControlRequest, _coordinator_pb2.ControlResponse]  # type: ignore[assignment]
+    """What an operator wants changed; journaled, and in force from the next round on."""
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the coordinator offers to sites, operators and readers."""
@@ -113,7 +121,15 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.PushRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PushResponse, _abc.Awaitable[_coordinator_pb2.PushResponse]]:
-        """Upload one shard of a contribution: a header, then blocks. Idempotent."""
+        """Upload one shard of a contribution: a header, then blocks. Idempotent and resumable."""
+
+    @_abc_1.abstractmethod
+    def PushOffset(
+        self,
+        request: _coordinator_pb2.PushOffsetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.PushOffsetResponse, _abc.Awaitable[_coordinator_pb2.PushOffsetResponse]]:
+        """Where an interrupted upload of a shard goes on."""
 
     @_abc_1.abstractmethod
     def WaitRound(
@@ -154,5 +170,13 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StatusResponse, _abc.Awaitable[_coordinator_pb2.StatusResponse]]:
         """Where the run stands, for people and scripts."""
+
+    @_abc_1.abstractmethod
+    def Control(
+        self,
+        request: _coordinator_pb2.ControlRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ControlResponse, _abc.Awaitable[_coordinator_pb2.ControlResponse]]:
+        """What an operator wants changed; journaled, and in force from the next round on."""
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,202 @@
+"""Checkpoints of a site: what it needs to come back as if it had never been away.
+
+    DIR/round-00000012/*.distcp        tensors, by torch.distributed.checkpoint
+    DIR/round-00000012/manifest.json   everything else, and the files' digests; written last
+
+theta and error feedback are stored by rows of the layout and the optimizer by rank, so that a site
+may come back with another number of ranks. No random state is stored because there is none: data
+order and learning rate are functions of the counters. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+from loco.errors import LocoError
+from loco.layout import CHUNK
+from worker.site import Site
+from worker.structure import pack_structure, unpack_structure
+
+log = logging.getLogger("loco.worker")
+
+KEEP = 2
+
+
+class Manifest(BaseModel):
+    """Written last: a directory that has it, with these digests, is a whole checkpoint."""
+
+    run_id: str
+    site: str
+    round: int
+    theta_digest: str
+    data_cursor: int
+    """Inner steps of the site since the run's start."""
+    starts: list[int]
+    """First row of each rank, and the number of rows."""
+    optimizers: list[Any]
+    """Structure of each rank's optimizer state; its tensors are elsewhere."""
+    digests: dict[str, str] = {}
+    """XXH3-128 of the files with tensors, hex."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a site stands."""
+
+    round: int
+    theta_digest: str
+    data_cursor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What one rank stores and gets back."""
+
+    theta: Tensor  # [rows * 4096] fp32
+    error_feedback: Tensor  # [rows * 4096] fp32
+    optimizer: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one site in one directory that all its ranks can reach.
+
+    On failure while saving, the checkpoint before stays the newest; a damaged one is passed over.
+    """
+
+    def __init__(self, directory: Path, site: Site, *, run_id: str, name: str) -> None:
+        self._directory = directory
+        self._site = site
+        self._run_id = run_id
+        self._name = name
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def save(self, position: Position, state: RankState, rows: range, num_rows: int) -> None:
+        """Every rank calls it, at the same position."""
+        structure, optimizer = pack_structure(state.optimizer)
+        mine = json.dumps([rows.start, structure]).encode()
+        ranks = [json.loads(packed) for packed in self._site.gather_bytes(mine)]
+        manifest = Manifest(
+            run_id=self._run_id,
+            site=self._name,
+            round=position.round,
+            theta_digest=position.theta_digest,
+            data_cursor=position.data_cursor,
+            starts=[*(start for start, _ in ranks), num_rows],
+            optimizers=[structure for _, structure in ranks],
+        )
+        aside = self._directory / f"round-{position.round:08d}.partial"
+        self._site.from_leader(lambda: _make_empty(aside))
+        tensors = {f"theta/{rows.start}": state.theta, f"ef/{rows.start}": state.error_feedback}
+        tensors |= {f"optimizer/{self._site.rank}/{i}": t for i, t in enumerate(optimizer)}
+        self._site.together(lambda: _save(tensors, aside))
+        self._site.from_leader(lambda: self._finish(aside, manifest))
+
+    def _finish(self, aside: Path, manifest: Manifest) -> bytes:
+        manifest.digests = {p.name: _file_digest(p) for p in aside.iterdir()}
+        (aside / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
+        target = aside.with_suffix("")
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+        for old in sorted(self._directory.glob("round-????????"))[:-KEEP]:
+            shutil.rmtree(old)
+        return b""
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def newest(self) -> Manifest | None:
+        """The newest sound checkpoint of this run and site; the same on all ranks."""
+        packed = self._site.from_leader(self._find)
+        return Manifest.model_validate_json(packed) if packed else None
+
+    def _find(self) -> bytes:
+        for directory in sorted(self._directory.glob("round-????????"), reverse=True):
+            manifest = self._sound(directory)
+            if manifest is not None:
+                return manifest.model_dump_json().encode()
+        return b""
+
+    def _sound(self, directory: Path) -> Manifest | None:
+        try:
+            manifest = Manifest.model_validate_json((directory / "manifest.json").read_bytes())
+        except (FileNotFoundError, ValidationError) as error:
+            log.error("checkpoint %s is passed over: %s", directory, error)
+            return None
+        if (manifest.run_id, manifest.site) != (self._run_id, self._name):
+            raise LocoError(
+                f"checkpoint {directory} is of site {manifest.site!r} in run {manifest.run_id!r}, "
+                f"this is site {self._name!r} in run {self._run_id!r}: give another --checkpoint"
+            )
+        for name, digest in manifest.digests.items():
+            if not (directory / name).exists() or _file_digest(directory / name) != digest:
+                log.error("checkpoint %s is passed over: %s is damaged", directory, name)
+                return None
+        return manifest
+
+    def load(self, manifest: Manifest, rows: range) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+        """theta and EF of these rows [rows * 4096] fp32, and every stored rank's optimizer."""
+        tensors: dict[str, Tensor] = {}
+        shards = list(zip(manifest.starts, manifest.starts[1:], strict=False))
+        for start, stop in shards:
+            if start < rows.stop and rows.start < stop:
+                for kind in ("theta", "ef"):
+                    tensors[f"{kind}/{start}"] = torch.empty((stop - start) * CHUNK)
+        optimizers = []
+        for rank, structure in enumerate(manifest.optimizers):
+            optimizer, parts = unpack_structure(structure)
+            tensors |= {f"optimizer/{rank}/{i}": part for i, part in enumerate(parts)}
+            optimizers.append(optimizer)
+        directory = self._directory / f"round-{manifest.round:08d}"
+        state_dict_loader.load(tensors, checkpoint_id=directory, no_dist=not dist.is_initialized())
+        return (
+            _cut(tensors, "theta", shards, rows),
+            _cut(tensors, "ef", shards, rows),
+            optimizers,
+        )
+
+
+def _save(tensors: dict[str, Tensor], directory: Path) -> None:
+    try:
+        state_dict_saver.save(tensors, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    except OSError as error:
+        raise LocoError(f"cannot write the checkpoint {directory}: {error}") from error
+
+
+def _make_empty(directory: Path) -> bytes:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return b""
+
+
+def _cut(
+    tensors: dict[str, Tensor], kind: str, shards: list[tuple[int, int]], rows: range
+) -> Tensor:
+    """The elements of `rows` out of stored shards."""
+    parts = [
+        tensors[f"{kind}/{start}"][
+            max(0, rows.start - start) * CHUNK : (min(stop, rows.stop) - start) * CHUNK
+        ]
+        for start, stop in shards
+        if start < rows.stop and rows.start < stop
+    ]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _file_digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
