@@ -44,6 +44,8 @@ class Exchange:
         self._ef = np.zeros_like(self._theta)
         self._sent: _Sent | None = None
         self.round = 0
+        self.ef_norm_sq = 0.0
+        """Sum of squares of EF = a - v on this rank's rows, as `encode` left it."""
 
     @property
     def snapshot_span(self) -> range:
@@ -91,6 +93,7 @@ class Exchange:
             )
             parts.append((here, encoded))
         self._sent = _Sent(self.round, parts)
+        self.ef_norm_sq = sum(encoded.norm_sq for _, encoded in parts)
         return b"".join(encoded.payload for _, encoded in parts)
 
     def settle(self, *, included: bool) -> None:

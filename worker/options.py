@@ -22,6 +22,8 @@ class Options:
     """CPU threads of each rank."""
     metrics: str | None
     """HOST:PORT; rank r serves /metrics on PORT + r."""
+    link_mbit: float | None
+    """Rate of the site's wide-area link in Mbit/s, for the utilisation on dashboards only."""
 
     def arguments(self) -> list[str]:
         """The command line that gives these options."""
@@ -33,5 +35,6 @@ class Options:
             "--patience": self.patience_seconds,
             "--threads": self.threads,
             "--metrics": self.metrics,
+            "--link-mbit": self.link_mbit,
         }
         return [str(part) for item in flags.items() if item[1] is not None for part in item]

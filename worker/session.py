@@ -55,6 +55,10 @@ class Session:
         self._stub = pb_grpc.CoordinatorServiceStub(self._channel)
         self._instance = secrets.token_hex(8)
         self.caller = pb.Caller()
+        self.retries = 0
+        """Calls tried again because the coordinator did not answer."""
+        self.resumed_bytes = 0
+        """Bytes that a download had when its connection broke, and did not fetch again."""
 
     def close(self) -> None:
         self._channel.close()
@@ -161,6 +165,7 @@ class Session:
         def go_on() -> None:
             if len(data) == len(span):
                 return
+            self.resumed_bytes += len(data)
             for response in ask(span.start + len(data)):
                 self._received(response, kind)
                 data.extend(response.block.data)
@@ -194,6 +199,7 @@ class Session:
                     raise UnreachableError(
                         f"the coordinator at {self.address} failed: {describe(error)}"
                     ) from None
+                self.retries += 1
                 now = time.monotonic()
                 away_since = away_since or now
                 self._give_up_if_due(now - away_since, error)

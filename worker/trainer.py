@@ -49,6 +49,11 @@ class Trainer:
         )
         self._held_out = held_out[site.rank :: site.num_ranks]
 
+    @property
+    def in_site_bytes(self) -> int:
+        """Bytes that this rank has handed to collectives with the other ranks of its site."""
+        return self._site.group.bytes_sent
+
     def train_round(self, round_: int) -> RoundStats:
         """H inner steps. The step's number alone decides data and lr, so nothing else is state.
 

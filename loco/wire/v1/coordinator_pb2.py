@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloco/wire/v1/coordinator.proto\x12\x0cloco.wire.v1\";\n\x06\x43\x61ller\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"9\n\rGetRunRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"J\n\x0eGetRunResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_hash\x18\x03 \x01(\t\")\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\"\xed\x01\n\x0bJoinRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x10\n\x08instance\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12\x13\n\x0b\x63onfig_hash\x18\x06 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12(\n\x06layout\x18\x08 \x03(\x0b\x32\x18.loco.wire.v1.TensorSpec\x12\x17\n\nhave_round\x18\t \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_have_round\"o\n\x0cJoinResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x16\n\x0esnapshot_round\x18\x02 \x01(\x04\x12\x17\n\x0fsnapshot_digest\x18\x03 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x04 \x01(\x01\"G\n\x0cPhaseSeconds\x12&\n\x05phase\x18\x01 \x01(\x0e\x32\x17.loco.wire.v1.SitePhase\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"2\n\nEvaluation\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rbits_per_byte\x18\x02 \x01(\x01\"\xd9\x02\n\x10HeartbeatRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.loco.wire.v1.SitePhase\x12\x13\n\x0binner_steps\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12 \n\x13train_bits_per_byte\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05round\x18\x06 \x01(\x04\x12\x14\n\x0ctheta_digest\x18\x07 \x01(\t\x12\x31\n\rphase_seconds\x18\x08 \x03(\x0b\x32\x1a.loco.wire.v1.PhaseSeconds\x12\x31\n\nevaluation\x18\t \x01(\x0b\x32\x18.loco.wire.v1.EvaluationH\x01\x88\x01\x01\x42\x16\n\x14_train_bits_per_byteB\r\n\x0b_evaluation\"\"\n\x11HeartbeatResponse\x12\r\n\x05round\x18\x01 \x01(\x04\"g\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.loco.wire.v1.PushHeaderH\x00\x12$\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x13.loco.wire.v1.BlockH\x00\x42\x06\n\x04part\"\xd5\x01\n\nPushHeader\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\r\n\x05shard\x18\x04 \x01(\r\x12\x12\n\nnum_shards\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x0c\x12\x0e\n\x06tokens\x18\x08 \x01(\x04\x12\x13\n\x0binner_steps\x18\t \x01(\x04\x12\x14\n\x0ctheta_digest\x18\n \x01(\t\"\x15\n\x05\x42lock\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"!\n\x0cPushResponse\x12\x11\n\tduplicate\x18\x01 \x01(\x08\"{\n\x10WaitRoundRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\x12\n\nhave_round\x18\x02 \x01(\x04\x12\x14\n\x0ctheta_digest\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\"\xbd\x01\n\x11WaitRoundResponse\x12*\n\tdirective\x18\x01 \x01(\x0e\x32\x17.loco.wire.v1.Directive\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x14\n\x0cupdate_bytes\x18\x03 \x01(\x04\x12\x15\n\rupdate_digest\x18\x04 \x01(\x0c\x12\x14\n\x0ctheta_digest\x18\x05 \x01(\t\x12\x10\n\x08included\x18\x06 \x01(\x08\x12\x16\n\x0esnapshot_round\x18\x07 \x01(\x04\"t\n\x0bPullRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\"2\n\x0cPullResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.loco.wire.v1.Block\"f\n\x0fSnapshotRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"6\n\x10SnapshotResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.loco.wire.v1.Block\"D\n\x0cLeaveRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\")\n\rStatusRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"%\n\x0eStatusResponse\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t*\x8f\x04\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12#\n\x1fREFUSAL_REASON_PROTOCOL_VERSION\x10\x01\x12\x19\n\x15REFUSAL_REASON_RUN_ID\x10\x02\x12\x1e\n\x1aREFUSAL_REASON_CONFIG_HASH\x10\x03\x12\x19\n\x15REFUSAL_REASON_LAYOUT\x10\x04\x12\x1c\n\x18REFUSAL_REASON_SITE_NAME\x10\x05\x12\x18\n\x14REFUSAL_REASON_AHEAD\x10\x06\x12\x1d\n\x19REFUSAL_REASON_SUPERSEDED\x10\x07\x12\x1f\n\x1bREFUSAL_REASON_UNKNOWN_SITE\x10\x08\x12\x1e\n\x1aREFUSAL_REASON_STALE_ROUND\x10\t\x12\x1f\n\x1bREFUSAL_REASON_NOT_EXPECTED\x10\n\x12\x18\n\x14REFUSAL_REASON_SHARD\x10\x0b\x12\x1a\n\x16REFUSAL_REASON_CORRUPT\x10\x0c\x12\x1a\n\x16REFUSAL_REASON_PAYLOAD\x10\r\x12\x19\n\x15REFUSAL_REASON_DIGEST\x10\x0e\x12 \n\x1cREFUSAL_REASON_NOT_AVAILABLE\x10\x0f\x12\x1b\n\x17REFUSAL_REASON_CONFLICT\x10\x10*\xbf\x01\n\tSitePhase\x12\x1a\n\x16SITE_PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSITE_PHASE_SYNC\x10\x01\x12\x16\n\x12SITE_PHASE_COMPUTE\x10\x02\x12\x15\n\x11SITE_PHASE_ENCODE\x10\x03\x12\x13\n\x0fSITE_PHASE_PUSH\x10\x04\x12\x13\n\x0fSITE_PHASE_WAIT\x10\x05\x12\x13\n\x0fSITE_PHASE_PULL\x10\x06\x12\x13\n\x0fSITE_PHASE_EVAL\x10\x07*\x93\x01\n\tDirective\x12\x19\n\x15\x44IRECTIVE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44IRECTIVE_WAIT\x10\x01\x12\x13\n\x0f\x44IRECTIVE_TRAIN\x10\x02\x12\x14\n\x10\x44IRECTIVE_UPDATE\x10\x03\x12\x14\n\x10\x44IRECTIVE_RESYNC\x10\x04\x12\x16\n\x12\x44IRECTIVE_FINISHED\x10\x05\x32\x8a\x05\n\x12\x43oordinatorService\x12\x43\n\x06GetRun\x12\x1b.loco.wire.v1.GetRunRequest\x1a\x1c.loco.wire.v1.GetRunResponse\x12=\n\x04Join\x12\x19.loco.wire.v1.JoinRequest\x1a\x1a.loco.wire.v1.JoinResponse\x12L\n\tHeartbeat\x12\x1e.loco.wire.v1.HeartbeatRequest\x1a\x1f.loco.wire.v1.HeartbeatResponse\x12?\n\x04Push\x12\x19.loco.wire.v1.PushRequest\x1a\x1a.loco.wire.v1.PushResponse(\x01\x12L\n\tWaitRound\x12\x1e.loco.wire.v1.WaitRoundRequest\x1a\x1f.loco.wire.v1.WaitRoundResponse\x12?\n\x04Pull\x12\x19.loco.wire.v1.PullRequest\x1a\x1a.loco.wire.v1.PullResponse0\x01\x12K\n\x08Snapshot\x12\x1d.loco.wire.v1.SnapshotRequest\x1a\x1e.loco.wire.v1.SnapshotResponse0\x01\x12@\n\x05Leave\x12\x1a.loco.wire.v1.LeaveRequest\x1a\x1b.loco.wire.v1.LeaveResponse\x12\x43\n\x06Status\x12\x1b.loco.wire.v1.StatusRequest\x1a\x1c.loco.wire.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloco/wire/v1/coordinator.proto\x12\x0cloco.wire.v1\";\n\x06\x43\x61ller\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\"9\n\rGetRunRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"J\n\x0eGetRunResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_hash\x18\x03 \x01(\t\")\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\"\xed\x01\n\x0bJoinRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x10\n\x08instance\x18\x04 \x01(\t\x12\x11\n\tnum_ranks\x18\x05 \x01(\r\x12\x13\n\x0b\x63onfig_hash\x18\x06 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12(\n\x06layout\x18\x08 \x03(\x0b\x32\x18.loco.wire.v1.TensorSpec\x12\x17\n\nhave_round\x18\t \x01(\x04H\x00\x88\x01\x01\x42\r\n\x0b_have_round\"o\n\x0cJoinResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x16\n\x0esnapshot_round\x18\x02 \x01(\x04\x12\x17\n\x0fsnapshot_digest\x18\x03 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x04 \x01(\x01\"G\n\x0cPhaseSeconds\x12&\n\x05phase\x18\x01 \x01(\x0e\x32\x17.loco.wire.v1.SitePhase\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"2\n\nEvaluation\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rbits_per_byte\x18\x02 \x01(\x01\"n\n\tPhaseSpan\x12&\n\x05phase\x18\x01 \x01(\x0e\x32\x17.loco.wire.v1.SitePhase\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x19\n\x11\x65nded_ago_seconds\x18\x03 \x01(\x01\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"J\n\x0bRoundReport\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x1b\n\x13train_bits_per_byte\x18\x02 \x01(\x01\x12\x0f\n\x07\x65\x66_norm\x18\x03 \x01(\x01\"K\n\nSiteTotals\x12\x0f\n\x07retries\x18\x01 \x01(\x04\x12\x15\n\rresumed_bytes\x18\x02 \x01(\x04\x12\x15\n\rin_site_bytes\x18\x03 \x01(\x04\"\xa5\x04\n\x10HeartbeatRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.loco.wire.v1.SitePhase\x12\x13\n\x0binner_steps\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12 \n\x13train_bits_per_byte\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05round\x18\x06 \x01(\x04\x12\x14\n\x0ctheta_digest\x18\x07 \x01(\t\x12\x31\n\rphase_seconds\x18\x08 \x03(\x0b\x32\x1a.loco.wire.v1.PhaseSeconds\x12\x31\n\nevaluation\x18\t \x01(\x0b\x32\x18.loco.wire.v1.EvaluationH\x01\x88\x01\x01\x12&\n\x05spans\x18\n \x03(\x0b\x32\x17.loco.wire.v1.PhaseSpan\x12\x19\n\x11num_earlier_spans\x18\x0b \x01(\x04\x12*\n\x07reports\x18\x0c \x03(\x0b\x32\x19.loco.wire.v1.RoundReport\x12(\n\x06totals\x18\r \x01(\x0b\x32\x18.loco.wire.v1.SiteTotals\x12\x1d\n\x15link_bytes_per_second\x18\x0e \x01(\x01\x12\x12\n\nnon_finite\x18\x0f \x01(\x08\x42\x16\n\x14_train_bits_per_byteB\r\n\x0b_evaluation\"\"\n\x11HeartbeatResponse\x12\r\n\x05round\x18\x01 \x01(\x04\"g\n\x0bPushRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.loco.wire.v1.PushHeaderH\x00\x12$\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x13.loco.wire.v1.BlockH\x00\x42\x06\n\x04part\"\xd5\x01\n\nPushHeader\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\r\n\x05shard\x18\x04 \x01(\r\x12\x12\n\nnum_shards\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x0c\x12\x0e\n\x06tokens\x18\x08 \x01(\x04\x12\x13\n\x0binner_steps\x18\t \x01(\x04\x12\x14\n\x0ctheta_digest\x18\n \x01(\t\"\x15\n\x05\x42lock\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"!\n\x0cPushResponse\x12\x11\n\tduplicate\x18\x01 \x01(\x08\"{\n\x10WaitRoundRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\x12\n\nhave_round\x18\x02 \x01(\x04\x12\x14\n\x0ctheta_digest\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\"\xbd\x01\n\x11WaitRoundResponse\x12*\n\tdirective\x18\x01 \x01(\x0e\x32\x17.loco.wire.v1.Directive\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x14\n\x0cupdate_bytes\x18\x03 \x01(\x04\x12\x15\n\rupdate_digest\x18\x04 \x01(\x0c\x12\x14\n\x0ctheta_digest\x18\x05 \x01(\t\x12\x10\n\x08included\x18\x06 \x01(\x08\x12\x16\n\x0esnapshot_round\x18\x07 \x01(\x04\"t\n\x0bPullRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\"2\n\x0cPullResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.loco.wire.v1.Block\"f\n\x0fSnapshotRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"6\n\x10SnapshotResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.loco.wire.v1.Block\"D\n\x0cLeaveRequest\x12$\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x14.loco.wire.v1.Caller\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\")\n\rStatusRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"%\n\x0eStatusResponse\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t*\x8f\x04\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12#\n\x1fREFUSAL_REASON_PROTOCOL_VERSION\x10\x01\x12\x19\n\x15REFUSAL_REASON_RUN_ID\x10\x02\x12\x1e\n\x1aREFUSAL_REASON_CONFIG_HASH\x10\x03\x12\x19\n\x15REFUSAL_REASON_LAYOUT\x10\x04\x12\x1c\n\x18REFUSAL_REASON_SITE_NAME\x10\x05\x12\x18\n\x14REFUSAL_REASON_AHEAD\x10\x06\x12\x1d\n\x19REFUSAL_REASON_SUPERSEDED\x10\x07\x12\x1f\n\x1bREFUSAL_REASON_UNKNOWN_SITE\x10\x08\x12\x1e\n\x1aREFUSAL_REASON_STALE_ROUND\x10\t\x12\x1f\n\x1bREFUSAL_REASON_NOT_EXPECTED\x10\n\x12\x18\n\x14REFUSAL_REASON_SHARD\x10\x0b\x12\x1a\n\x16REFUSAL_REASON_CORRUPT\x10\x0c\x12\x1a\n\x16REFUSAL_REASON_PAYLOAD\x10\r\x12\x19\n\x15REFUSAL_REASON_DIGEST\x10\x0e\x12 \n\x1cREFUSAL_REASON_NOT_AVAILABLE\x10\x0f\x12\x1b\n\x17REFUSAL_REASON_CONFLICT\x10\x10*\xd5\x01\n\tSitePhase\x12\x1a\n\x16SITE_PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSITE_PHASE_SYNC\x10\x01\x12\x16\n\x12SITE_PHASE_COMPUTE\x10\x02\x12\x15\n\x11SITE_PHASE_ENCODE\x10\x03\x12\x13\n\x0fSITE_PHASE_PUSH\x10\x04\x12\x13\n\x0fSITE_PHASE_WAIT\x10\x05\x12\x13\n\x0fSITE_PHASE_PULL\x10\x06\x12\x13\n\x0fSITE_PHASE_EVAL\x10\x07\x12\x14\n\x10SITE_PHASE_APPLY\x10\x08*\x93\x01\n\tDirective\x12\x19\n\x15\x44IRECTIVE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44IRECTIVE_WAIT\x10\x01\x12\x13\n\x0f\x44IRECTIVE_TRAIN\x10\x02\x12\x14\n\x10\x44IRECTIVE_UPDATE\x10\x03\x12\x14\n\x10\x44IRECTIVE_RESYNC\x10\x04\x12\x16\n\x12\x44IRECTIVE_FINISHED\x10\x05\x32\x8a\x05\n\x12\x43oordinatorService\x12\x43\n\x06GetRun\x12\x1b.loco.wire.v1.GetRunRequest\x1a\x1c.loco.wire.v1.GetRunResponse\x12=\n\x04Join\x12\x19.loco.wire.v1.JoinRequest\x1a\x1a.loco.wire.v1.JoinResponse\x12L\n\tHeartbeat\x12\x1e.loco.wire.v1.HeartbeatRequest\x1a\x1f.loco.wire.v1.HeartbeatResponse\x12?\n\x04Push\x12\x19.loco.wire.v1.PushRequest\x1a\x1a.loco.wire.v1.PushResponse(\x01\x12L\n\tWaitRound\x12\x1e.loco.wire.v1.WaitRoundRequest\x1a\x1f.loco.wire.v1.WaitRoundResponse\x12?\n\x04Pull\x12\x19.loco.wire.v1.PullRequest\x1a\x1a.loco.wire.v1.PullResponse0\x01\x12K\n\x08Snapshot\x12\x1d.loco.wire.v1.SnapshotRequest\x1a\x1e.loco.wire.v1.SnapshotResponse0\x01\x12@\n\x05Leave\x12\x1a.loco.wire.v1.LeaveRequest\x1a\x1b.loco.wire.v1.LeaveResponse\x12\x43\n\x06Status\x12\x1b.loco.wire.v1.StatusRequest\x1a\x1c.loco.wire.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loco.wire.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSALREASON']._serialized_start=2345
-  _globals['_REFUSALREASON']._serialized_end=2872
-  _globals['_SITEPHASE']._serialized_start=2875
-  _globals['_SITEPHASE']._serialized_end=3066
-  _globals['_DIRECTIVE']._serialized_start=3069
-  _globals['_DIRECTIVE']._serialized_end=3216
+  _globals['_REFUSALREASON']._serialized_start=2814
+  _globals['_REFUSALREASON']._serialized_end=3341
+  _globals['_SITEPHASE']._serialized_start=3344
+  _globals['_SITEPHASE']._serialized_end=3557
+  _globals['_DIRECTIVE']._serialized_start=3560
+  _globals['_DIRECTIVE']._serialized_end=3707
   _globals['_CALLER']._serialized_start=48
   _globals['_CALLER']._serialized_end=107
   _globals['_GETRUNREQUEST']._serialized_start=109
@@ -53,38 +53,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PHASESECONDS']._serialized_end=711
   _globals['_EVALUATION']._serialized_start=713
   _globals['_EVALUATION']._serialized_end=763
-  _globals['_HEARTBEATREQUEST']._serialized_start=766
-  _globals['_HEARTBEATREQUEST']._serialized_end=1111
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1113
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1147
-  _globals['_PUSHREQUEST']._serialized_start=1149
-  _globals['_PUSHREQUEST']._serialized_end=1252
-  _globals['_PUSHHEADER']._serialized_start=1255
-  _globals['_PUSHHEADER']._serialized_end=1468
-  _globals['_BLOCK']._serialized_start=1470
-  _globals['_BLOCK']._serialized_end=1491
-  _globals['_PUSHRESPONSE']._serialized_start=1493
-  _globals['_PUSHRESPONSE']._serialized_end=1526
-  _globals['_WAITROUNDREQUEST']._serialized_start=1528
-  _globals['_WAITROUNDREQUEST']._serialized_end=1651
-  _globals['_WAITROUNDRESPONSE']._serialized_start=1654
-  _globals['_WAITROUNDRESPONSE']._serialized_end=1843
-  _globals['_PULLREQUEST']._serialized_start=1845
-  _globals['_PULLREQUEST']._serialized_end=1961
-  _globals['_PULLRESPONSE']._serialized_start=1963
-  _globals['_PULLRESPONSE']._serialized_end=2013
-  _globals['_SNAPSHOTREQUEST']._serialized_start=2015
-  _globals['_SNAPSHOTREQUEST']._serialized_end=2117
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=2119
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=2173
-  _globals['_LEAVEREQUEST']._serialized_start=2175
-  _globals['_LEAVEREQUEST']._serialized_end=2243
-  _globals['_LEAVERESPONSE']._serialized_start=2245
-  _globals['_LEAVERESPONSE']._serialized_end=2260
-  _globals['_STATUSREQUEST']._serialized_start=2262
-  _globals['_STATUSREQUEST']._serialized_end=2303
-  _globals['_STATUSRESPONSE']._serialized_start=2305
-  _globals['_STATUSRESPONSE']._serialized_end=2342
-  _globals['_COORDINATORSERVICE']._serialized_start=3219
-  _globals['_COORDINATORSERVICE']._serialized_end=3869
+  _globals['_PHASESPAN']._serialized_start=765
+  _globals['_PHASESPAN']._serialized_end=875
+  _globals['_ROUNDREPORT']._serialized_start=877
+  _globals['_ROUNDREPORT']._serialized_end=951
+  _globals['_SITETOTALS']._serialized_start=953
+  _globals['_SITETOTALS']._serialized_end=1028
+  _globals['_HEARTBEATREQUEST']._serialized_start=1031
+  _globals['_HEARTBEATREQUEST']._serialized_end=1580
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1582
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1616
+  _globals['_PUSHREQUEST']._serialized_start=1618
+  _globals['_PUSHREQUEST']._serialized_end=1721
+  _globals['_PUSHHEADER']._serialized_start=1724
+  _globals['_PUSHHEADER']._serialized_end=1937
+  _globals['_BLOCK']._serialized_start=1939
+  _globals['_BLOCK']._serialized_end=1960
+  _globals['_PUSHRESPONSE']._serialized_start=1962
+  _globals['_PUSHRESPONSE']._serialized_end=1995
+  _globals['_WAITROUNDREQUEST']._serialized_start=1997
+  _globals['_WAITROUNDREQUEST']._serialized_end=2120
+  _globals['_WAITROUNDRESPONSE']._serialized_start=2123
+  _globals['_WAITROUNDRESPONSE']._serialized_end=2312
+  _globals['_PULLREQUEST']._serialized_start=2314
+  _globals['_PULLREQUEST']._serialized_end=2430
+  _globals['_PULLRESPONSE']._serialized_start=2432
+  _globals['_PULLRESPONSE']._serialized_end=2482
+  _globals['_SNAPSHOTREQUEST']._serialized_start=2484
+  _globals['_SNAPSHOTREQUEST']._serialized_end=2586
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=2588
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=2642
+  _globals['_LEAVEREQUEST']._serialized_start=2644
+  _globals['_LEAVEREQUEST']._serialized_end=2712
+  _globals['_LEAVERESPONSE']._serialized_start=2714
+  _globals['_LEAVERESPONSE']._serialized_end=2729
+  _globals['_STATUSREQUEST']._serialized_start=2731
+  _globals['_STATUSREQUEST']._serialized_end=2772
+  _globals['_STATUSRESPONSE']._serialized_start=2774
+  _globals['_STATUSRESPONSE']._serialized_end=2811
+  _globals['_COORDINATORSERVICE']._serialized_start=3710
+  _globals['_COORDINATORSERVICE']._serialized_end=4360
 # @@protoc_insertion_point(module_scope)
