@@ -36,8 +36,10 @@ def coordinator(
 
     from coordinator.server import open_run, serve
     from loco.log import start_logging
+    from loco.processes import interrupt_on_sigterm
     from loco.wire.protocol import split_address
 
+    interrupt_on_sigterm()  # until the run is served: from then on both signals drain
     for address in (listen, metrics):
         if address is not None:
             split_address(address)

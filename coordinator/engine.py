@@ -53,6 +53,7 @@ class Engine:
         self._reducing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._steps: set[asyncio.Task[Refuse | Duplicate | None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reducer")
 
     async def start(self) -> None:
@@ -61,20 +62,30 @@ class Engine:
         await self.submit(Recovered())
         self._spawn(self._tick_for_ever())
 
-    async def stop(self) -> None:
-        """Wake everyone who waits, finish the reduction in progress, close the journal."""
+    def drain(self) -> None:
+        """Send everyone who waits away; what is in progress may finish."""
         self.draining = True
         self._wake()
+
+    async def stop(self) -> None:
+        """After the last request: finish the reduction in progress, close the journal."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown)
-        self.store.close()
+        async with self._turn:  # a step whose caller was cancelled
+            await asyncio.to_thread(self._thread.shutdown)
+            self.store.close()
 
     async def submit(self, event: Event) -> Refuse | Duplicate | None:
-        """Step the machine; None when the event was accepted and, if durable, journaled."""
-        async with self._turn:
-            return await self._step(event)
+        """Step the machine; None when the event was accepted and, if durable, journaled.
+
+        A caller that is cancelled (its client went away) does not interrupt the step: else the
+        journal would hold an event that the state does not.
+        """
+        step_in_turn = asyncio.create_task(self._submit(event))
+        self._steps.add(step_in_turn)
+        step_in_turn.add_done_callback(self._steps.discard)
+        return await asyncio.shield(step_in_turn)
 
     async def changed(self, timeout: float) -> None:
         """Return when the state has changed, or after `timeout` seconds."""
@@ -85,6 +96,10 @@ class Engine:
             return
 
     # --- stepping -------------------------------------------------------------------------------
+
+    async def _submit(self, event: Event) -> Refuse | Duplicate | None:
+        async with self._turn:
+            return await self._step(event)
 
     async def _step(self, event: Event) -> Refuse | Duplicate | None:
         new, effects = step(self.state, event, time.monotonic())

@@ -8,7 +8,8 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
@@ -71,8 +72,28 @@ def _differences(old: Config, new: Config) -> Iterator[str]:
                 yield f"{section}.{key} was {was!r}, is {now!r}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A coordinator that answers."""
+
+    address: str
+    engine: Engine
+    monitor: Monitor
+
+
 async def serve(store: Store, *, listen: str, metrics: str | None) -> None:
-    """Serve the run until SIGTERM or SIGINT, or until the engine fails.
+    """Serve the run until SIGTERM or SIGINT, or until the engine fails."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with running(store, listen=listen, metrics=metrics) as coordinator:
+        await _until_told_to_stop(coordinator.engine, stop)
+        log.info("draining")
+
+
+@contextlib.asynccontextmanager
+async def running(store: Store, *, listen: str, metrics: str | None) -> AsyncIterator[Running]:
+    """Answer on `listen` while the block runs; then drain, and close the store.
 
     The address, with the port that was given for port 0, is in `address` of the state directory.
     """
@@ -81,27 +102,25 @@ async def serve(store: Store, *, listen: str, metrics: str | None) -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     pb_grpc.add_CoordinatorServiceServicer_to_server(Service(engine, monitor), server)
     await _add_standard_services(server)
-    port = _bind(server, listen)
+    address = f"{split_address(listen)[0]}:{_bind(server, listen)}"
     with _metrics_server(metrics, monitor.registry):
         await engine.start()
         await server.start()
-        host = split_address(listen)[0]
         with write_aside(store.directory / "address") as file:
-            file.write(f"{host}:{port}".encode())
+            file.write(address.encode())
         log.info(
-            "run %s: listening on %s:%d, round %d of %d",
+            "run %s: listening on %s, round %d of %d",
             store.run_id,
-            host,
-            port,
+            address,
             engine.state.round,
             store.config.run.rounds,
         )
         try:
-            await _until_told_to_stop(engine)
+            yield Running(address=address, engine=engine, monitor=monitor)
         finally:
-            log.info("draining")
-            await engine.stop()
+            engine.drain()
             await server.stop(DRAIN_SECONDS)
+            await engine.stop()
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> int:
@@ -150,11 +169,7 @@ def _metrics_server(address: str | None, registry: CollectorRegistry) -> Iterato
         server.server_close()
 
 
-async def _until_told_to_stop(engine: Engine) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+async def _until_told_to_stop(engine: Engine, stop: asyncio.Event) -> None:
     waiting = asyncio.create_task(stop.wait())
     await asyncio.wait((waiting, engine.failed), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -170,14 +170,13 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def _wait_round(self, request: pb.WaitRoundRequest) -> pb.WaitRoundResponse:
         patience = min(max(request.timeout_seconds, 0.0), MAX_WAIT_SECONDS)
         until = time.monotonic() + patience
-        while True:
+        while not self._engine.draining:
             response = await self._next_directive(request)
             left = until - time.monotonic()
             if response.directive != pb.DIRECTIVE_WAIT or left <= 0:
                 return response
             await self._engine.changed(left)
-            if self._engine.draining:
-                raise RefusedRequest("", "the coordinator is shutting down")
+        raise RefusedRequest("", "the coordinator is shutting down")
 
     async def _next_directive(self, request: pb.WaitRoundRequest) -> pb.WaitRoundResponse:
         self._check_caller(request.caller)

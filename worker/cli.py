@@ -46,6 +46,10 @@ def worker(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Rank r serves /metrics on PORT + r.")
     ] = None,
+    link_mbit: Annotated[
+        float | None,
+        typer.Option(help="Rate of the wide-area link in Mbit/s, for dashboards; else measured."),
+    ] = None,
 ) -> None:
     """Join a run as one site and train until it is finished.
 
@@ -58,6 +62,8 @@ def worker(
     if ranks is not None and (ranks < 1 or (world and ranks != world)):
         allowed = f"the {world} ranks of this torchrun job" if world else "at least 1"
         raise ConfigError(f"--ranks {ranks} is not possible: use {allowed}")
+    if link_mbit is not None and not 0 < link_mbit < 1e9:
+        raise ConfigError(f"--link-mbit {link_mbit} is not possible: use a rate above 0 in Mbit/s")
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks or 1))
     options = Options(
         coordinator=coordinator,
@@ -69,6 +75,7 @@ def worker(
         metrics=metrics,
         checkpoint=checkpoint,
         checkpoint_every_rounds=checkpoint_every_rounds,
+        link_mbit=link_mbit,
     )
     for address in (coordinator, metrics):
         if address is not None:

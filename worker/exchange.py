@@ -45,6 +45,8 @@ class Exchange:
         self._sent: _Sent | None = None
         self._anchor: npt.NDArray[np.float32] | None = None  # params at the last encode
         self.round = 0
+        self.ef_norm_sq = 0.0
+        """Sum of squares of EF = a - v on this rank's rows, as `encode` left it."""
 
     @property
     def snapshot_span(self) -> range:
@@ -113,6 +115,7 @@ class Exchange:
             )
             parts.append((here, encoded))
         self._sent = _Sent(self.round, parts)
+        self.ef_norm_sq = sum(encoded.norm_sq for _, encoded in parts)
         return b"".join(encoded.payload for _, encoded in parts)
 
     def settle(self, *, included: bool) -> None:

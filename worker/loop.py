@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from loco.config import config_from_json
 from loco.digest import bytes_digest
-from loco.errors import LocoError, RefusedError
+from loco.errors import LocoError, NonFiniteError, RefusedError
+from loco.log import log_fields
 from loco.model import layout_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.checkpoint import Checkpoints, Position, RankState
@@ -16,7 +18,7 @@ from worker.options import Options
 from worker.pulse import Pulse
 from worker.session import Have, Session
 from worker.site import Site
-from worker.trainer import Trainer
+from worker.trainer import Local, Trainer
 
 log = logging.getLogger("loco.worker")
 
@@ -43,6 +45,10 @@ class Worker:
         self._enter(run)
         try:
             self._rounds()
+        except NonFiniteError:
+            with self._pulse.edit() as beat:
+                beat.non_finite = True
+            raise
         finally:
             self._pulse.stop()
         if self._site.leads:
@@ -80,6 +86,7 @@ class Worker:
             beat.inner_steps = self._trainer.data_cursor
             beat.tokens += local.tokens
             beat.train_bits_per_byte = local.train_bits_per_byte
+        self._report(self._exchange.round, local)
         header = pb.PushHeader(
             round=self._exchange.round,
             shard=self._site.rank,
@@ -91,6 +98,24 @@ class Worker:
         )
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
             self._meanwhile.do(lambda: self._push(header, body))
+
+    def _report(self, round_: int, stats: Local) -> None:
+        """What people want to know of this round, summed over the ranks, into the next beat."""
+        ef_norm_sq, retries, resumed_bytes, in_site_bytes = self._site.sum(
+            self._exchange.ef_norm_sq,
+            self._session.retries,
+            self._session.resumed_bytes,
+            self._trainer.in_site_bytes,
+        )
+        with self._pulse.edit() as beat:
+            beat.reports.add(
+                round=round_,
+                train_bits_per_byte=stats.train_bits_per_byte,
+                ef_norm=math.sqrt(ef_norm_sq),
+            )
+            beat.totals.retries = int(retries)
+            beat.totals.resumed_bytes = int(resumed_bytes)
+            beat.totals.in_site_bytes = int(in_site_bytes)
 
     def _push(self, header: pb.PushHeader, body: bytes) -> None:
         try:
@@ -114,6 +139,7 @@ class Worker:
         """Pull the update in parts, one a rank, and apply it everywhere."""
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
+        with self._pulse.phase(pb.SITE_PHASE_APPLY):
             self._exchange.settle(included=directive.included)
             self._site.together(lambda: self._exchange.apply(update))
             self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
@@ -221,6 +247,7 @@ class Worker:
         self._session.caller = pb.Caller(
             run_id=run.run_id, site=self._options.site, incarnation=joined.incarnation
         )
+        log_fields(run=run.run_id, site=self._options.site, rank=self._site.rank)
         if self._site.leads:
             log.info(
                 "joined run %s as incarnation %d with %d ranks on %s: %d parameters",
@@ -230,6 +257,8 @@ class Worker:
                 self._site.device,
                 self._layout.num_parameters,
             )
+            with self._pulse.edit() as beat:
+                beat.link_bytes_per_second = (self._options.link_mbit or 0.0) * 1e6 / 8
             self._pulse.start(
                 self._session.address,
                 self._session.caller,

@@ -26,6 +26,8 @@ class Options:
     checkpoint: Path | None
     """Directory of the site's checkpoints, which all its ranks can reach; None: no checkpoints."""
     checkpoint_every_rounds: int
+    link_mbit: float | None
+    """Rate of the site's wide-area link in Mbit/s, for the utilisation on dashboards only."""
 
     def arguments(self) -> list[str]:
         """The command line that gives these options."""
@@ -39,5 +41,6 @@ class Options:
             "--metrics": self.metrics,
             "--checkpoint": self.checkpoint,
             "--checkpoint-every-rounds": self.checkpoint_every_rounds,
+            "--link-mbit": self.link_mbit,
         }
         return [str(part) for item in flags.items() if item[1] is not None for part in item]

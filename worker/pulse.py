@@ -5,18 +5,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 
+from loco.log import log_fields
 from loco.metrics import WireMetrics
-from loco.wire.protocol import CHANNEL_OPTIONS, wire_size
+from loco.wire.protocol import CHANNEL_OPTIONS, phase_name, wire_size
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
 log = logging.getLogger("loco.worker")
+
+# Shorter stretches are switching between phases; they count in the sums and tell nobody anything.
+_SHORTEST_SPAN_SECONDS = 1e-3
+_MAX_PENDING = 1000  # spans and reports kept while nobody answers; ranks that never send keep these
+
+
+@dataclass(frozen=True)
+class _Span:
+    phase: pb.SitePhase.ValueType
+    round: int
+    ended_at: float
+    seconds: float
 
 
 class Pulse:
@@ -26,7 +40,10 @@ class Pulse:
         self._beat = pb.HeartbeatRequest()
         self._seconds: dict[pb.SitePhase.ValueType, float] = defaultdict(float)
         self._phase: pb.SitePhase.ValueType = pb.SITE_PHASE_SYNC
+        self._phase_round = 0
         self._since = time.monotonic()
+        self._spans: deque[_Span] = deque()
+        self._num_earlier_spans = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -36,6 +53,7 @@ class Pulse:
         """Change several fields of the next beat at once."""
         with self._lock:
             yield self._beat
+            del self._beat.reports[:-_MAX_PENDING]
 
     @contextmanager
     def phase(self, phase: pb.SitePhase.ValueType) -> Iterator[None]:
@@ -49,10 +67,19 @@ class Pulse:
     def _switch(self, phase: pb.SitePhase.ValueType) -> pb.SitePhase.ValueType:
         with self._lock:
             now = time.monotonic()
-            before, self._phase = self._phase, phase
-            self._seconds[before] += now - self._since
-            self._since = now
+            before, seconds = self._phase, now - self._since
+            self._seconds[before] += seconds
+            if seconds >= _SHORTEST_SPAN_SECONDS:
+                self._spans.append(_Span(before, self._phase_round, now, seconds))
+                self._forget_spans(len(self._spans) - _MAX_PENDING)
+            self._phase, self._since, self._phase_round = phase, now, self._beat.round
+            log_fields(phase=phase_name(phase), round=self._beat.round)
             return before
+
+    def _forget_spans(self, count: int) -> None:
+        for _ in range(count):
+            self._spans.popleft()
+            self._num_earlier_spans += 1
 
     def start(self, address: str, caller: pb.Caller, interval: float, wire: WireMetrics) -> None:
         """Beat every `interval` seconds until `stop`."""
@@ -87,13 +114,34 @@ class Pulse:
             log.debug("heartbeat: %s", error)
             return
         wire.count(beat.caller.site, "down", "control", wire_size(answer))
+        self._answered(beat)
 
     def _snapshot(self) -> pb.HeartbeatRequest:
-        self._switch(self._phase)
         with self._lock:
+            now = time.monotonic()
             beat = pb.HeartbeatRequest()
             beat.CopyFrom(self._beat)
             beat.phase = self._phase
-            for phase, seconds in self._seconds.items():
-                beat.phase_seconds.add(phase=phase, seconds=seconds)
+            seconds = {**self._seconds}
+            seconds[self._phase] = seconds.get(self._phase, 0.0) + now - self._since
+            for phase, spent in seconds.items():
+                beat.phase_seconds.add(phase=phase, seconds=spent)
+            beat.num_earlier_spans = self._num_earlier_spans
+            for span in self._spans:
+                beat.spans.add(
+                    phase=span.phase,
+                    round=span.round,
+                    ended_ago_seconds=now - span.ended_at,
+                    seconds=span.seconds,
+                )
             return beat
+
+    def _answered(self, beat: pb.HeartbeatRequest) -> None:
+        """What this beat carried has arrived."""
+        with self._lock:
+            arrived = beat.num_earlier_spans + len(beat.spans)
+            self._forget_spans(arrived - self._num_earlier_spans)
+            last = beat.reports[-1].round if beat.reports else -1
+            pending = [report for report in self._beat.reports if report.round > last]
+            del self._beat.reports[:]
+            self._beat.reports.extend(pending)

@@ -72,6 +72,10 @@ class Session:
         self._away_since: float | None = None
         self._said = 0.0
         self.caller = pb.Caller()
+        self.retries = 0
+        """Calls tried again because the coordinator did not answer."""
+        self.resumed_bytes = 0
+        """Bytes that a download had when its connection broke, and did not fetch again."""
 
     def close(self) -> None:
         self._channel.close()
@@ -194,6 +198,7 @@ class Session:
         def go_on() -> None:
             if len(data) == len(span):
                 return
+            self.resumed_bytes += len(data)
             for response in ask(span.start + len(data)):
                 self._received(response, kind)
                 block = response.block
@@ -223,6 +228,7 @@ class Session:
                 result = attempt()
             except (grpc.RpcError, DamagedBlockError) as error:
                 self._check_hope(error)
+                self.retries += 1
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
             else:

@@ -54,6 +54,11 @@ class Trainer:
         self._nats = 0.0
         self._held_out = held_out[site.rank :: site.num_ranks]
 
+    @property
+    def in_site_bytes(self) -> int:
+        """Bytes that this rank has handed to collectives with the other ranks of its site."""
+        return self._site.group.bytes_sent
+
     def train(self, num_steps: int, plan: pb.RoundPlan) -> None:
         """Inner steps; the learning rate follows the run's steps, the data this site's own."""
         for _ in range(num_steps):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
+from loco.wire.v1 import coordinator_pb2 as pb
+
 PROTOCOL_VERSION = 1
 
 BLOCK_BYTES = 256 * 1024  # grpc.aio moves most per second with 64 KiB to 1 MiB a message
@@ -37,6 +39,11 @@ SERVER_OPTIONS = (
 def wire_size(message: Message) -> int:
     """Bytes of a message as handed to the transport: serialised, with gRPC's 5-byte prefix."""
     return message.ByteSize() + 5
+
+
+def phase_name(phase: pb.SitePhase.ValueType) -> str:
+    """`SITE_PHASE_COMPUTE` -> `compute`."""
+    return pb.SitePhase.Name(phase).removeprefix("SITE_PHASE_").lower()
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -144,9 +144,11 @@ class _SitePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SitePhase.V
     SITE_PHASE_WAIT: _SitePhase.ValueType  # 5
     """Waiting for the round to close."""
     SITE_PHASE_PULL: _SitePhase.ValueType  # 6
-    """Downloading and applying the update."""
+    """Downloading the update."""
     SITE_PHASE_EVAL: _SitePhase.ValueType  # 7
     """Measuring theta on held-out text."""
+    SITE_PHASE_APPLY: _SitePhase.ValueType  # 8
+    """Decoding the update, applying it to theta, and sharing theta inside the site."""
 
 class SitePhase(_SitePhase, metaclass=_SitePhaseEnumTypeWrapper):
     """What a site is doing."""
@@ -164,9 +166,11 @@ SITE_PHASE_PUSH: SitePhase.ValueType  # 4
 SITE_PHASE_WAIT: SitePhase.ValueType  # 5
 """Waiting for the round to close."""
 SITE_PHASE_PULL: SitePhase.ValueType  # 6
-"""Downloading and applying the update."""
+"""Downloading the update."""
 SITE_PHASE_EVAL: SitePhase.ValueType  # 7
 """Measuring theta on held-out text."""
+SITE_PHASE_APPLY: SitePhase.ValueType  # 8
+"""Decoding the update, applying it to theta, and sharing theta inside the site."""
 Global___SitePhase: _TypeAlias = SitePhase  # noqa: Y015
 
 class _Directive:
@@ -522,6 +526,100 @@ class Evaluation(_message.Message):
 Global___Evaluation: _TypeAlias = Evaluation  # noqa: Y015
 
 @_typing.final
+class PhaseSpan(_message.Message):
+    """A stretch of time that a site spent in one phase, now over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ENDED_AGO_SECONDS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    phase: Global___SitePhase.ValueType
+    """The phase."""
+    round: _builtins.int
+    """Round of the theta that the site held."""
+    ended_ago_seconds: _builtins.float
+    """How long before this heartbeat was made it ended, in seconds: no two clocks need to agree."""
+    seconds: _builtins.float
+    """How long it took."""
+    def __init__(
+        self,
+        *,
+        phase: Global___SitePhase.ValueType = ...,
+        round: _builtins.int = ...,
+        ended_ago_seconds: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ago_seconds", b"ended_ago_seconds", "phase", b"phase", "round", b"round", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseSpan: _TypeAlias = PhaseSpan  # noqa: Y015
+
+@_typing.final
+class RoundReport(_message.Message):
+    """What a site measured in one round, told when its contribution is encoded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    TRAIN_BITS_PER_BYTE_FIELD_NUMBER: _builtins.int
+    EF_NORM_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    train_bits_per_byte: _builtins.float
+    """Mean training loss, bits per byte."""
+    ef_norm: _builtins.float
+    """Euclidean norm of the error feedback that stays at the site, over all ranks."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        train_bits_per_byte: _builtins.float = ...,
+        ef_norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ef_norm", b"ef_norm", "round", b"round", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
+
+@_typing.final
+class SiteTotals(_message.Message):
+    """Sums over the ranks of a site since it joined; brought up to date once a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETRIES_FIELD_NUMBER: _builtins.int
+    RESUMED_BYTES_FIELD_NUMBER: _builtins.int
+    IN_SITE_BYTES_FIELD_NUMBER: _builtins.int
+    retries: _builtins.int
+    """Calls that were tried again because the coordinator did not answer."""
+    resumed_bytes: _builtins.int
+    """Bytes of downloads that did not have to be fetched again after a broken connection."""
+    in_site_bytes: _builtins.int
+    """Bytes that the ranks handed to collectives among themselves."""
+    def __init__(
+        self,
+        *,
+        retries: _builtins.int = ...,
+        resumed_bytes: _builtins.int = ...,
+        in_site_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_site_bytes", b"in_site_bytes", "resumed_bytes", b"resumed_bytes", "retries", b"retries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SiteTotals: _TypeAlias = SiteTotals  # noqa: Y015
+
+@_typing.final
 class HeartbeatRequest(_message.Message):
     """A site's pulse."""
 
@@ -536,6 +634,12 @@ class HeartbeatRequest(_message.Message):
     THETA_DIGEST_FIELD_NUMBER: _builtins.int
     PHASE_SECONDS_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    NUM_EARLIER_SPANS_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NON_FINITE_FIELD_NUMBER: _builtins.int
     phase: Global___SitePhase.ValueType
     """What the site is doing."""
     inner_steps: _builtins.int
@@ -548,6 +652,12 @@ class HeartbeatRequest(_message.Message):
     """Round of the theta that the site holds."""
     theta_digest: _builtins.str
     """Digest of that theta, hex."""
+    num_earlier_spans: _builtins.int
+    """Spans of this incarnation before the first of `spans`: one that comes twice counts once."""
+    link_bytes_per_second: _builtins.float
+    """Rate of the site's wide-area link as its operator stated it; 0 where nobody did."""
+    non_finite: _builtins.bool
+    """Training stopped because loss, gradient or pseudo-gradient was not finite."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """Who."""
@@ -559,6 +669,18 @@ class HeartbeatRequest(_message.Message):
     @_builtins.property
     def evaluation(self) -> Global___Evaluation:
         """Last measurement of theta, if any."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseSpan]:
+        """Phases that ended since the last heartbeat that was answered, oldest first."""
+
+    @_builtins.property
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundReport]:
+        """Reports since the last heartbeat that was answered, oldest first."""
+
+    @_builtins.property
+    def totals(self) -> Global___SiteTotals:
+        """Sums over the site's ranks."""
 
     def __init__(
         self,
@@ -572,10 +694,16 @@ class HeartbeatRequest(_message.Message):
         theta_digest: _builtins.str = ...,
         phase_seconds: _abc.Iterable[Global___PhaseSeconds] | None = ...,
         evaluation: Global___Evaluation | None = ...,
+        spans: _abc.Iterable[Global___PhaseSpan] | None = ...,
+        num_earlier_spans: _builtins.int = ...,
+        reports: _abc.Iterable[Global___RoundReport] | None = ...,
+        totals: Global___SiteTotals | None = ...,
+        link_bytes_per_second: _builtins.float = ...,
+        non_finite: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluation", b"evaluation", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluation", b"evaluation", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluation", b"evaluation", "inner_steps", b"inner_steps", "phase", b"phase", "phase_seconds", b"phase_seconds", "round", b"round", "theta_digest", b"theta_digest", "tokens", b"tokens", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluation", b"evaluation", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evaluation: _TypeAlias = _typing.Literal["evaluation"]  # noqa: Y015
     _WhichOneofArgType__evaluation: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation"]  # noqa: Y015
