@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this package to `loco`."""
     app.command()(coordinator)
     app.command()(export)
+    app.add_typer(state_app, name="state", help="Look after a state directory.")
 
 
 def coordinator(
@@ -64,3 +67,34 @@ def export(
         store.close()
     size = f"{store.layout.num_parameters:,} parameters"
     typer.echo(f"wrote theta of round {run.round} ({size}) to {out}")
+
+
+state_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@state_app.callback()
+def state_group() -> None:
+    """Look after a state directory."""
+
+
+@state_app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(help="State directory; no coordinator may use it.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Verify every file of a run against its digest, and replay the run. Exit code 1 on a fault."""
+    from coordinator.check import check_state
+
+    verdict = check_state(directory)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(verdict)))
+    else:
+        for fault in verdict.faults:
+            typer.echo(f"fault: {fault}")
+        snapshots = ", ".join(map(str, verdict.snapshots))
+        typer.echo(
+            f"round {verdict.round}, theta {verdict.theta_digest[:16]}; checked snapshots of "
+            f"rounds {snapshots}, {verdict.events} events, {verdict.contributions} contributions, "
+            f"{verdict.updates} updates: {len(verdict.faults)} faults"
+        )
+    raise typer.Exit(1 if verdict.faults else 0)

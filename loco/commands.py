@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command()(status)
     app.command()(demo)
+    app.command()(control)
 
 
 def init(
@@ -48,6 +49,24 @@ def status(
         view.watch(address)
     else:
         view.print_once(address)
+
+
+def control(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The coordinator.")],
+    verb: Annotated[
+        str, typer.Argument(help="set, pause, resume, drain, evict, readmit or snapshot.")
+    ],
+    argument: Annotated[
+        str | None, typer.Argument(help="For set KEY=VALUE, for evict and readmit the site.")
+    ] = None,
+) -> None:
+    """Change a running run: it takes effect at the next round boundary, on all sites.
+
+    `set` knows outer.alpha, codec.k and inner.steps.
+    """
+    from loco.control import control as send
+
+    typer.echo(send(address, verb, argument))
 
 
 def demo(

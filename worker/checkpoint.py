@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,11 @@ class Checkpoints:
             tensors |= {f"optimizer/{rank}/{i}": part for i, part in enumerate(parts)}
             optimizers.append(optimizer)
         directory = self._directory / f"round-{manifest.round:08d}"
-        state_dict_loader.load(tensors, checkpoint_id=directory, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            state_dict_loader.load(
+                tensors, checkpoint_id=directory, no_dist=not dist.is_initialized()
+            )
         return (
             _cut(tensors, "theta", shards, rows),
             _cut(tensors, "ef", shards, rows),
@@ -169,7 +174,11 @@ class Checkpoints:
 
 def _save(tensors: dict[str, Tensor], directory: Path) -> None:
     try:
-        state_dict_saver.save(tensors, checkpoint_id=directory, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():  # it warns of a world of one, which is what we ask for
+            warnings.simplefilter("ignore", UserWarning)
+            state_dict_saver.save(
+                tensors, checkpoint_id=directory, no_dist=not dist.is_initialized()
+            )
     except OSError as error:
         raise LocoError(f"cannot write the checkpoint {directory}: {error}") from error
 
