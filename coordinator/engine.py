@@ -17,6 +17,7 @@ from coordinator.events import (
     Effect,
     Emit,
     Event,
+    Heard,
     Recovered,
     Reduce,
     Refuse,
@@ -31,6 +32,7 @@ from coordinator.store import Store
 
 T = TypeVar("T")
 TICK_SECONDS = 0.5
+SIGN_SECONDS = 1.0  # signs of life that come faster are not worth a step
 
 
 class Engine:
@@ -78,6 +80,12 @@ class Engine:
         self._steps.add(step_in_turn)
         step_in_turn.add_done_callback(self._steps.discard)
         return await asyncio.shield(step_in_turn)
+
+    async def heard(self, site: str, incarnation: int) -> None:
+        """Traffic is a sign of life: a site in the middle of a long transfer is alive."""
+        known = self.state.sites.get(site)
+        if known is not None and time.monotonic() - known.heard_at >= SIGN_SECONDS:
+            await self.submit(Heard(site=site, incarnation=incarnation))
 
     async def changed(self, timeout: float) -> None:
         """Return when the state has changed, or after `timeout` seconds."""

@@ -58,12 +58,12 @@ class Reducer:
         total = sum(c.tokens for c in included.values())
         readers = [
             ShardReader(
-                self._store.contribution(round_, site, have.incarnation, shard),
+                self._store.contribution(round_, site, have.incarnation, shard, digest),
                 rows=self._layout.shard(shard, have.num_shards),
                 weight=have.tokens / total,
             )
             for site, have in sorted(included.items())
-            for shard in range(have.num_shards)
+            for shard, digest in sorted(have.digests.items())
         ]
         path = self._store.update(round_)
         digest = xxhash.xxh3_128()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ from coordinator.admission import caught_up, check_member, directive
 from coordinator.engine import Engine
 from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
 from coordinator.monitor import Monitor
-from coordinator.refused import RefusedRequest
+from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from coordinator.upload import Upload
 from loco.config import check_site_name
 from loco.errors import ConfigError
@@ -84,15 +86,19 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         self, request: pb.PullRequest, context: Context
     ) -> AsyncIterator[pb.PullResponse]:
         path = self._store.update(request.round)
-        async for data in self._download(request, path, "update", context):
-            yield pb.PullResponse(block=pb.Block(data=data))
+        async for block in self._download(request, path, "update", context):
+            response = pb.PullResponse(block=block)
+            self._count(request.caller.site, "down", "update", response)
+            yield response
 
     async def Snapshot(
         self, request: pb.SnapshotRequest, context: Context
     ) -> AsyncIterator[pb.SnapshotResponse]:
         path = self._store.snapshot_theta(request.round)
-        async for data in self._download(request, path, "snapshot", context):
-            yield pb.SnapshotResponse(block=pb.Block(data=data))
+        async for block in self._download(request, path, "snapshot", context):
+            response = pb.SnapshotResponse(block=block)
+            self._count(request.caller.site, "down", "snapshot", response)
+            yield response
 
     # --- control --------------------------------------------------------------------------------
 
@@ -112,7 +118,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         event = SiteJoined(
             site=request.site, instance=request.instance, num_ranks=request.num_ranks
         )
-        _raise_refusal(await self._engine.submit(event))
+        raise_refusal(await self._engine.submit(event))
         round_ = self._store.snapshot_round()
         return pb.JoinResponse(
             incarnation=self._engine.state.sites[request.site].incarnation,
@@ -124,7 +130,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         self._check_caller(request.caller)
         heard = Heard(site=request.caller.site, incarnation=request.caller.incarnation)
-        _raise_refusal(await self._engine.submit(heard))
+        raise_refusal(await self._engine.submit(heard))
         self._monitor.heartbeat(request)
         return pb.HeartbeatResponse(round=self._engine.state.round)
 
@@ -134,7 +140,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         left = SiteLeft(
             site=caller.site, incarnation=caller.incarnation, reason=request.reason[:200]
         )
-        _raise_refusal(await self._engine.submit(left))
+        raise_refusal(await self._engine.submit(left))
         return pb.LeaveResponse()
 
     async def _status(self, request: pb.StatusRequest) -> pb.StatusResponse:
@@ -157,7 +163,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         site, have_round = request.caller.site, request.have_round
         ready = caught_up(self._engine.state, site, have_round, request.theta_digest)
         if ready is not None:
-            _raise_refusal(await self._engine.submit(ready))
+            raise_refusal(await self._engine.submit(ready))
         state = self._engine.state
         verdict = directive(state, site, have_round, request.theta_digest)
         if isinstance(verdict, Refuse):
@@ -174,7 +180,8 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.theta_digest = update.theta_digest
             response.included = mine is not None and mine.incarnation == request.caller.incarnation
         elif word == "resync":
-            self._monitor.metrics.digest_mismatches.labels(site).inc()
+            if have_round in state.digests:  # else the site was only away for too long
+                self._monitor.metrics.digest_mismatches.labels(site).inc()
             response.snapshot_round = self._store.snapshot_round()
             response.theta_digest = self._store.snapshot_digest(response.snapshot_round)
         return response
@@ -190,16 +197,11 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             )
 
     def _check_run(self, run_id: str) -> None:
-        if run_id != self._store.run_id:
-            raise RefusedRequest(
-                "run_id",
-                f"the request is for run {run_id!r}, this coordinator serves "
-                f"{self._store.run_id!r}: check the coordinator's address",
-            )
+        check_run(run_id, self._store.run_id)
 
     def _check_caller(self, caller: pb.Caller) -> None:
         self._check_run(caller.run_id)
-        _raise_refusal(check_member(self._engine.state, caller.site, caller.incarnation))
+        raise_refusal(check_member(self._engine.state, caller.site, caller.incarnation))
 
     def _check_joiner(self, request: pb.JoinRequest) -> None:
         try:
@@ -213,14 +215,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 f"site {request.site!r} has config {request.config_hash[:16]!r}, the run "
                 f"{config_hash[:16]!r}: fetch the run's config again",
             )
-        layout = Layout.of((spec.name, tuple(spec.shape)) for spec in request.layout)
-        if request.layout_fingerprint != self._store.layout.fingerprint:
-            try:
-                layout.check_same(
-                    self._store.layout, mine=f"site {request.site!r}", theirs="the run"
-                )
-            except ConfigError as error:
-                raise RefusedRequest("layout", str(error)) from error
+        self._check_layout(request)
         if not 1 <= request.num_ranks <= self._store.layout.num_chunks:
             raise RefusedRequest(
                 "shard",
@@ -234,6 +229,22 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 f"site {request.site!r} holds round {request.have_round}, this coordinator is at "
                 f"round {self._engine.state.round}: it lost its state; restore its directory",
             )
+
+    def _check_layout(self, request: pb.JoinRequest) -> None:
+        own = self._store.layout
+        if request.layout_fingerprint == own.fingerprint:
+            return
+        layout = Layout.of((spec.name, tuple(spec.shape)) for spec in request.layout)
+        try:
+            layout.check_same(own, mine=f"site {request.site!r}", theirs="the run")
+        except ConfigError as error:
+            raise RefusedRequest("layout", str(error)) from error
+        raise RefusedRequest(
+            "layout",
+            f"layout mismatch: site {request.site!r} has the run's tensors but fingerprint "
+            f"{request.layout_fingerprint[:16]!r}, the run has {own.fingerprint[:16]!r}; another "
+            "chunk size? install the same version of loco on both sides",
+        )
 
     # --- plumbing -------------------------------------------------------------------------------
 
@@ -256,30 +267,22 @@ class Service(pb_grpc.CoordinatorServiceServicer):
 
     async def _download(
         self, request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str, context: Context
-    ) -> AsyncIterator[bytes]:
-        """Blocks of a file's range; metered."""
-        site = request.caller.site
-        self._count(site, "up", "control", request)
+    ) -> AsyncIterator[pb.Block]:
+        """The blocks of a file's range."""
+        caller = request.caller
+        self._count(caller.site, "up", "control", request)
         try:
-            self._check_caller(request.caller)
-            if not path.is_file():
-                raise RefusedRequest("not_available", f"no {kind} of round {request.round}")
-            if request.offset + request.length > path.stat().st_size:
-                raise RefusedRequest(
-                    "not_available",
-                    f"bytes {request.offset} to {request.offset + request.length} asked for, "
-                    f"the {kind} of round {request.round} has {path.stat().st_size}",
-                )
+            self._check_caller(caller)
+            file = _open_range(request, path, kind)
         except RefusedRequest as refused:
             await self._refuse(context, refused)
-        with path.open("rb") as file:
-            file.seek(request.offset)
+        with file:
             left = request.length
             while left:
                 data = await asyncio.to_thread(file.read, min(BLOCK_BYTES, left))
                 left -= len(data)
-                self._monitor.metrics.wire.count(self._label(site), "down", kind, len(data) + 16)
-                yield data
+                await self._engine.heard(caller.site, caller.incarnation)
+                yield pb.Block(data=data)
 
     async def _refuse(self, context: Context, refused: RefusedRequest) -> None:
         if not refused.reason:
@@ -299,6 +302,21 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         return site if site in self._engine.state.sites else "none"
 
 
-def _raise_refusal(answer: object) -> None:
-    if isinstance(answer, Refuse):
-        raise RefusedRequest(answer.reason, answer.message)
+def _open_range(
+    request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str
+) -> BufferedReader:
+    """The file, at the offset asked for; once open, it may be forgotten meanwhile."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise RefusedRequest("not_available", f"no {kind} of round {request.round}") from None
+    size, stop = os.fstat(file.fileno()).st_size, request.offset + request.length
+    if stop > size:
+        file.close()
+        raise RefusedRequest(
+            "not_available",
+            f"bytes {request.offset} to {stop} asked for, the {kind} of round {request.round} "
+            f"has {size}",
+        )
+    file.seek(request.offset)
+    return file

@@ -2,7 +2,8 @@
 
     lock                                    held by one coordinator at a time
     journal.sqlite                          events and facts
-    contributions/ROUND/SITE.INC.SHARD      payload bytes, kept until the next snapshot
+    contributions/ROUND/SITE.INC.SHARD.XXH  payload bytes, kept until the next snapshot
+    incoming/                               uploads in progress; emptied at start
     updates/ROUND                           payload bytes
     snapshots/ROUND/{theta,residual,...}    raw fp32, manifest.json written last
     work/{theta,residual,momentum}          memory-mapped; rebuilt from snapshot and log at start
@@ -53,6 +54,7 @@ class Store:
         self.config: Config = config_from_json(facts["config"])
         self.layout = Layout.from_json(facts["layout"])
         self.initial_digest = facts["theta_digest"]
+        shutil.rmtree(directory / "incoming", ignore_errors=True)
 
     # --- opening --------------------------------------------------------------------------------
 
@@ -145,8 +147,16 @@ class Store:
 
     # --- contributions and updates --------------------------------------------------------------
 
-    def contribution(self, round_: int, site: str, incarnation: int, shard: int) -> Path:
-        return self.directory / "contributions" / str(round_) / f"{site}.{incarnation}.{shard}"
+    def contribution(
+        self, round_: int, site: str, incarnation: int, shard: int, digest: str
+    ) -> Path:
+        """Named by its digest too: of two uploads of one key at once, neither harms the other."""
+        name = f"{site}.{incarnation}.{shard}.{digest}"
+        return self.directory / "contributions" / str(round_) / name
+
+    def receive(self, path: Path) -> Aside:
+        """A contribution that is being uploaded; its round's directory may go meanwhile."""
+        return Aside(path, where=self.directory / "incoming")
 
     def update(self, round_: int) -> Path:
         return self.directory / "updates" / str(round_)
@@ -158,12 +168,16 @@ class Store:
 
 
 class Aside:
-    """A file that appears under its name whole and synced (`commit`), or not at all (`abort`)."""
+    """A file that appears under its name whole and synced (`commit`), or not at all (`abort`).
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    It grows in `where` (same file system; by default beside its place).
+    """
+
+    def __init__(self, path: Path, *, where: Path | None = None) -> None:
+        directory = where or path.parent
+        directory.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+        self._aside = directory / f"{path.name}.{secrets.token_hex(4)}.partial"
         self._file = self._aside.open("wb")
 
     def write(self, data: bytes | memoryview) -> None:
@@ -174,6 +188,7 @@ class Aside:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._aside.rename(self._path)
         _sync_directory(self._path.parent)
 

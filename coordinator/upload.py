@@ -12,9 +12,9 @@ from google.protobuf.message import Message
 from coordinator.admission import check_push
 from coordinator.contributions import check_contribution
 from coordinator.engine import Engine
-from coordinator.events import Duplicate, Refuse, ShardStored
+from coordinator.events import Duplicate, ShardStored
 from coordinator.monitor import Monitor
-from coordinator.refused import RefusedRequest
+from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from coordinator.store import Aside
 from loco import codec
 from loco.errors import PayloadError
@@ -44,24 +44,18 @@ class Upload:
         event = _event(header)
         if self._admit(header, event):
             return pb.PushResponse(duplicate=True)
-        path = self._engine.store.contribution(
-            event.round, event.site, event.incarnation, event.shard
-        )
-        await self._store(requests, header, path)
+        path = await self._store(requests, header, event)
         await self._decode(path, event)
         answer = await self._engine.submit(event)
-        if isinstance(answer, Refuse):
-            raise RefusedRequest(answer.reason, answer.message)
+        raise_refusal(answer)
         return pb.PushResponse(duplicate=isinstance(answer, Duplicate))
 
     def _admit(self, header: pb.PushHeader, event: ShardStored) -> bool:
         """True for a repeat of what was accepted; refused requests raise."""
         state = self._engine.state
-        if header.caller.run_id != self._engine.store.run_id:
-            raise RefusedRequest("run_id", f"this coordinator serves {self._engine.store.run_id}")
+        check_run(header.caller.run_id, self._engine.store.run_id)
         answer = check_push(state, event)
-        if isinstance(answer, Refuse):
-            raise RefusedRequest(answer.reason, answer.message)
+        raise_refusal(answer)
         if isinstance(answer, Duplicate):
             return True
         if header.theta_digest != state.theta_digest:
@@ -84,32 +78,39 @@ class Upload:
         return sum(codec.HEADER_BYTES + 8 * CHUNK * len(cell) for cell in cells(rows))
 
     async def _store(
-        self, requests: AsyncIterator[pb.PushRequest], header: pb.PushHeader, path: Path
-    ) -> None:
-        aside = Aside(path)
+        self, requests: AsyncIterator[pb.PushRequest], header: pb.PushHeader, event: ShardStored
+    ) -> Path:
+        """Write the blocks to disk, whole, synced and as declared; then the file has its name."""
+        path = self._engine.store.contribution(
+            event.round, event.site, event.incarnation, event.shard, event.digest
+        )
+        aside = self._engine.store.receive(path)
         try:
-            size, digest = await self._write(requests, header.size_bytes, aside)
-            if size != header.size_bytes or digest != header.digest:
+            size, digest = await self._write(requests, event, aside)
+            if size != event.size_bytes or digest != header.digest:
                 raise RefusedRequest(
                     "corrupt",
-                    f"shard {header.shard} of {self.site!r}: {size} bytes with digest "
-                    f"{digest.hex()[:16]} came, {header.size_bytes} bytes with "
-                    f"{header.digest.hex()[:16]} were declared",
+                    f"shard {event.shard} of {event.site!r}: {size} bytes with digest "
+                    f"{digest.hex()[:16]} came, {event.size_bytes} bytes with "
+                    f"{event.digest[:16]} were declared",
                 )
             await asyncio.to_thread(aside.commit)
         finally:
             aside.abort()
+        return path
 
     async def _write(
-        self, requests: AsyncIterator[pb.PushRequest], limit: int, aside: Aside
+        self, requests: AsyncIterator[pb.PushRequest], event: ShardStored, aside: Aside
     ) -> tuple[int, bytes]:
         """Size and XXH3-128 of what came; stops at the first byte too many."""
         digest, size = xxhash.xxh3_128(), 0
         async for request in requests:
-            self._count(self.site, "up", "contribution", request)
+            self._count(event.site, "up", "contribution", request)
+            await self._engine.heard(event.site, event.incarnation)
+            raise_refusal(check_push(self._engine.state, event))  # the round may have closed
             data = request.block.data
             size += len(data)
-            if size > limit:
+            if size > event.size_bytes:
                 break
             digest.update(data)
             await asyncio.to_thread(aside.write, data)
