@@ -106,6 +106,12 @@ def _check_shard(state: State, event: ShardStored, have: Contribution | None) ->
             f"{event.site!r} joined with {num_ranks} ranks, so shards are 0 to {num_ranks - 1} of "
             f"{num_ranks}, fragment 0",
         )
+    if event.tokens < 1:
+        return Refuse(
+            reason="shard",
+            message=f"shard {event.shard} of {event.site!r} states {event.tokens} tokens: they are "
+            "the contribution's weight, at least 1",
+        )
     if have is None:
         return None
     if have.incarnation != event.incarnation:

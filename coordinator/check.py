@@ -61,7 +61,9 @@ def _check_files(store: Store, verdict: Verdict) -> None:
     for _, event in store.journal.replay(after=0):
         verdict.events += 1
         if isinstance(event, ShardStored):
-            path = store.contribution(event.round, event.site, event.incarnation, event.shard)
+            path = store.contribution(
+                event.round, event.site, event.incarnation, event.shard, event.digest
+            )
             # Those from before the oldest snapshot are gone, and nothing needs them.
             if path.parent.exists():
                 verdict.contributions += 1

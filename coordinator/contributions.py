@@ -43,10 +43,21 @@ def read_payloads(path: Path, rows: range) -> Iterator[tuple[range, bytes]]:
     with path.open("rb") as file:
         for part in cells(rows):
             header = file.read(codec.HEADER_BYTES)
-            rest = file.read(codec.payload_length(header) - len(header))
-            yield part, header + rest
+            yield part, header + file.read(_rest_bytes(header, part))
         if file.read(1):
             raise PayloadError("trailing_bytes", "bytes follow the last payload of the shard")
+
+
+def _rest_bytes(header: bytes, rows: range) -> int:
+    """Bytes after the header; a size that does not fit `rows` is refused before it is read."""
+    found = codec.peek(header)
+    if found.num_elements != len(rows) * CHUNK:
+        raise PayloadError(
+            "wrong_size",
+            f"a payload of {found.num_elements} elements for rows {rows.start} to {rows.stop - 1}, "
+            f"which have {len(rows) * CHUNK}",
+        )
+    return found.length - len(header)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +79,9 @@ def check_contribution(path: Path, rows: range, *, bits: int) -> Checked:
     for part, payload in read_payloads(path, rows):
         found = codec.peek(payload).bits
         if found != bits:
-            raise PayloadError("kind", f"{found}-bit payload, this run sends {bits} bits a value")
+            raise PayloadError(
+                "bad_header", f"{found}-bit payload, this run sends {bits} bits a value"
+            )
         sent = codec.decode(payload, len(part) * CHUNK)
         if not len(sent.values):
             continue

@@ -20,6 +20,7 @@ from coordinator.events import (
     Effect,
     Emit,
     Event,
+    Heard,
     Recovered,
     Reduce,
     Refuse,
@@ -39,6 +40,7 @@ RETRY_SECONDS = 2.0
 DISK_FULL = "the coordinator's disk is full: nothing is lost, it goes on when there is room"
 
 log = logging.getLogger("loco.coordinator")
+SIGN_SECONDS = 1.0  # signs of life that come faster are not worth a step
 
 
 class Engine:
@@ -86,6 +88,12 @@ class Engine:
         self._steps.add(step_in_turn)
         step_in_turn.add_done_callback(self._steps.discard)
         return await asyncio.shield(step_in_turn)
+
+    async def heard(self, site: str, incarnation: int) -> None:
+        """Traffic is a sign of life: a site in the middle of a long transfer is alive."""
+        known = self.state.sites.get(site)
+        if known is not None and time.monotonic() - known.heard_at >= SIGN_SECONDS:
+            await self.submit(Heard(site=site, incarnation=incarnation))
 
     async def changed(self, timeout: float) -> None:
         """Return when the state has changed, or after `timeout` seconds."""
@@ -159,8 +167,7 @@ class Engine:
                 after, journal_seq = self.state, self.store.journal.last_seq()
             if self._snapshot_is_due(state):
                 await self._until_room(self._reducer.save_snapshot, after, journal_seq)
-            oldest = after.round - self.store.config.state.keep_updates
-            await self._until_room(self.store.forget_updates_before, oldest)
+            await self._until_room(self.store.forget_before, after.round)
 
     def _snapshot_is_due(self, closed: State) -> bool:
         round_ = closed.round + 1

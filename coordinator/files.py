@@ -46,7 +46,8 @@ def write_aside(path: Path) -> Iterator[Aside]:
 
 
 def rename_synced(source: Path, target: Path) -> None:
-    """Rename within one directory, durably."""
+    """Rename within one file system, durably."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     source.rename(target)
     directory = os.open(target.parent, os.O_RDONLY)
     try:

@@ -92,13 +92,13 @@ class Reducer:
         )
         return [
             ShardReader(
-                self._store.contribution(round_, site, have.incarnation, shard),
+                self._store.contribution(round_, site, have.incarnation, shard, digest),
                 rows=self._layout.shard(shard, have.num_shards),
                 weight=have.tokens / total,
                 scale=scales[site],
             )
             for site, have in sorted(included.items())
-            for shard in range(have.num_shards)
+            for shard, digest in sorted(have.digests.items())
         ]
 
     def _reduce_cell(self, rules: OuterRules, cell: range, pieces: list[Piece]) -> bytes:

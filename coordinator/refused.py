@@ -14,7 +14,17 @@ class RefusedRequest(Exception):  # noqa: N818 - not a fault of ours: an answer
         self.message = message
 
 
-def raise_if_refused(answer: object) -> None:
-    """Turn the machine's refusal into the end of the request."""
+def check_run(run_id: str, own: str) -> None:
+    """Refuse a request for another run; the message names both."""
+    if run_id != own:
+        raise RefusedRequest(
+            "run_id",
+            f"the request is for run {run_id!r}, this coordinator serves {own!r}: check the "
+            "coordinator's address",
+        )
+
+
+def raise_refusal(answer: object) -> None:
+    """Raise what the machine refused; any other answer passes."""
     if isinstance(answer, Refuse):
         raise RefusedRequest(answer.reason, answer.message)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-import xxhash
 from google.protobuf.message import Message
 
 from coordinator.admission import caught_up, check_member, directive
@@ -23,12 +24,13 @@ from coordinator.control import order_of
 from coordinator.engine import Engine
 from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
 from coordinator.monitor import Monitor
-from coordinator.refused import RefusedRequest, raise_if_refused
+from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from coordinator.upload import Uploads
 from loco.config import check_site_name
 from loco.errors import ConfigError
 from loco.layout import Layout
 from loco.outer import k_at
+from loco.wire.blocks import make_block
 from loco.wire.protocol import BLOCK_BYTES, PROTOCOL_VERSION, REASON_KEY, wire_size
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
@@ -96,7 +98,9 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     ) -> AsyncIterator[pb.PullResponse]:
         path = self._store.update(request.round)
         async for block in self._download(request, path, "update", context):
-            yield pb.PullResponse(block=block)
+            response = pb.PullResponse(block=block)
+            self._count(request.caller.site, "down", "update", response)
+            yield response
 
     async def Snapshot(
         self, request: pb.SnapshotRequest, context: Context
@@ -104,7 +108,9 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         found = [s.theta for s in self._store.snapshots.all() if s.round == request.round]
         path = found[0] if found else self._store.directory / "none"
         async for block in self._download(request, path, "snapshot", context):
-            yield pb.SnapshotResponse(block=block)
+            response = pb.SnapshotResponse(block=block)
+            self._count(request.caller.site, "down", "snapshot", response)
+            yield response
 
     # --- control --------------------------------------------------------------------------------
 
@@ -124,7 +130,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         event = SiteJoined(
             site=request.site, instance=request.instance, num_ranks=request.num_ranks
         )
-        raise_if_refused(await self._engine.submit(event))
+        raise_refusal(await self._engine.submit(event))
         state, snapshot = self._engine.state, self._store.snapshots.newest()
         site = state.sites[request.site]
         return pb.JoinResponse(
@@ -140,7 +146,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         self._check_caller(request.caller)
         heard = Heard(site=request.caller.site, incarnation=request.caller.incarnation)
-        raise_if_refused(await self._engine.submit(heard))
+        raise_refusal(await self._engine.submit(heard))
         self._monitor.heartbeat(request)
         return pb.HeartbeatResponse(round=self._engine.state.round)
 
@@ -150,7 +156,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         left = SiteLeft(
             site=caller.site, incarnation=caller.incarnation, reason=request.reason[:200]
         )
-        raise_if_refused(await self._engine.submit(left))
+        raise_refusal(await self._engine.submit(left))
         return pb.LeaveResponse()
 
     async def _push_offset(self, request: pb.PushOffsetRequest) -> pb.PushOffsetResponse:
@@ -160,7 +166,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def _control(self, request: pb.ControlRequest) -> pb.ControlResponse:
         self._check_protocol(request.protocol_version)
         order = order_of(request, self._engine.state)
-        raise_if_refused(await self._engine.submit(order.event))
+        raise_refusal(await self._engine.submit(order.event))
         return pb.ControlResponse(message=order.message)
 
     async def _status(self, request: pb.StatusRequest) -> pb.StatusResponse:
@@ -183,7 +189,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         site, have_round = request.caller.site, request.have_round
         ready = caught_up(self._engine.state, site, have_round, request.theta_digest)
         if ready is not None:
-            raise_if_refused(await self._engine.submit(ready))
+            raise_refusal(await self._engine.submit(ready))
         state = self._engine.state
         verdict = directive(state, site, have_round, request.theta_digest)
         if isinstance(verdict, Refuse):
@@ -200,7 +206,8 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.theta_digest = update.theta_digest
             response.included = mine is not None and mine.incarnation == request.caller.incarnation
         elif word == "resync":
-            self._monitor.metrics.digest_mismatches.labels(site).inc()
+            if have_round in state.digests:  # else the site was only away for too long
+                self._monitor.metrics.digest_mismatches.labels(site).inc()
             snapshot = self._store.snapshots.newest()
             response.snapshot_round = snapshot.round
             response.theta_digest = snapshot.manifest.theta_digest
@@ -229,16 +236,11 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             )
 
     def _check_run(self, run_id: str) -> None:
-        if run_id != self._store.run_id:
-            raise RefusedRequest(
-                "run_id",
-                f"the request is for run {run_id!r}, this coordinator serves "
-                f"{self._store.run_id!r}: check the coordinator's address",
-            )
+        check_run(run_id, self._store.run_id)
 
     def _check_caller(self, caller: pb.Caller) -> None:
         self._check_run(caller.run_id)
-        raise_if_refused(check_member(self._engine.state, caller.site, caller.incarnation))
+        raise_refusal(check_member(self._engine.state, caller.site, caller.incarnation))
 
     def _check_joiner(self, request: pb.JoinRequest) -> None:
         try:
@@ -252,14 +254,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 f"site {request.site!r} has config {request.config_hash[:16]!r}, the run "
                 f"{config_hash[:16]!r}: fetch the run's config again",
             )
-        layout = Layout.of((spec.name, tuple(spec.shape)) for spec in request.layout)
-        if request.layout_fingerprint != self._store.layout.fingerprint:
-            try:
-                layout.check_same(
-                    self._store.layout, mine=f"site {request.site!r}", theirs="the run"
-                )
-            except ConfigError as error:
-                raise RefusedRequest("layout", str(error)) from error
+        self._check_layout(request)
         if not 1 <= request.num_ranks <= self._store.layout.num_chunks:
             raise RefusedRequest(
                 "shard",
@@ -273,6 +268,22 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 f"site {request.site!r} holds round {request.have_round}, this coordinator is at "
                 f"round {self._engine.state.round}: it lost its state; restore its directory",
             )
+
+    def _check_layout(self, request: pb.JoinRequest) -> None:
+        own = self._store.layout
+        if request.layout_fingerprint == own.fingerprint:
+            return
+        layout = Layout.of((spec.name, tuple(spec.shape)) for spec in request.layout)
+        try:
+            layout.check_same(own, mine=f"site {request.site!r}", theirs="the run")
+        except ConfigError as error:
+            raise RefusedRequest("layout", str(error)) from error
+        raise RefusedRequest(
+            "layout",
+            f"layout mismatch: site {request.site!r} has the run's tensors but fingerprint "
+            f"{request.layout_fingerprint[:16]!r}, the run has {own.fingerprint[:16]!r}; another "
+            "chunk size? install the same version of loco on both sides",
+        )
 
     # --- plumbing -------------------------------------------------------------------------------
 
@@ -296,30 +307,21 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def _download(
         self, request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str, context: Context
     ) -> AsyncIterator[pb.Block]:
-        """Blocks of a file's range; metered."""
-        site = request.caller.site
-        self._count(site, "up", "control", request)
+        """The blocks of a file's range."""
+        caller = request.caller
+        self._count(caller.site, "up", "control", request)
         try:
-            self._check_caller(request.caller)
-            if not path.is_file():
-                raise RefusedRequest("not_available", f"no {kind} of round {request.round}")
-            if request.offset + request.length > path.stat().st_size:
-                raise RefusedRequest(
-                    "not_available",
-                    f"bytes {request.offset} to {request.offset + request.length} asked for, "
-                    f"the {kind} of round {request.round} has {path.stat().st_size}",
-                )
+            self._check_caller(caller)
+            file = _open_range(request, path, kind)
         except RefusedRequest as refused:
             await self._refuse(context, refused)
-        with path.open("rb") as file:
-            file.seek(request.offset)
+        with file:
             left = request.length
             while left:
                 data = await asyncio.to_thread(file.read, min(BLOCK_BYTES, left))
                 left -= len(data)
-                block = pb.Block(data=data, checksum=xxhash.xxh3_64_intdigest(data))
-                self._count(site, "down", kind, block)
-                yield block
+                await self._engine.heard(caller.site, caller.incarnation)
+                yield make_block(data)
 
     async def _refuse(self, context: Context, refused: RefusedRequest) -> None:
         if not refused.reason:
@@ -337,3 +339,23 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     def _label(self, site: str) -> str:
         """Only members get a series of their own: strangers must not grow the page."""
         return site if site in self._engine.state.sites else "none"
+
+
+def _open_range(
+    request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str
+) -> BufferedReader:
+    """The file, at the offset asked for; once open, it may be forgotten meanwhile."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise RefusedRequest("not_available", f"no {kind} of round {request.round}") from None
+    size, stop = os.fstat(file.fileno()).st_size, request.offset + request.length
+    if stop > size:
+        file.close()
+        raise RefusedRequest(
+            "not_available",
+            f"bytes {request.offset} to {stop} asked for, the {kind} of round {request.round} "
+            f"has {size}",
+        )
+    file.seek(request.offset)
+    return file

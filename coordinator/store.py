@@ -2,7 +2,8 @@
 
     lock                                      held by one coordinator at a time
     journal.sqlite                            events and facts
-    contributions/ROUND/SITE.INC.SHARD        payload bytes, until snapshots make them superfluous
+    contributions/ROUND/SITE.INC.SHARD.XXH    payload bytes, until no kept snapshot needs them
+    incoming/ROUND/                           uploads in progress, until their round is over
     updates/ROUND                             payload bytes, the last `state.keep_updates` of them
     snapshots/ROUND/                          see coordinator.snapshots
     work/{theta,residual,momentum}            memory-mapped; set back to a snapshot at each start
@@ -57,7 +58,7 @@ class Store:
     ) -> Store:
         """Begin a run: `theta` [num_elements] fp32 becomes round 0 for everyone."""
         lock = lock_directory(directory)
-        for name in ("contributions", "updates", "work"):
+        for name in ("contributions", "incoming", "updates", "work"):
             (directory / name).mkdir(exist_ok=True)
         buffers = {"theta": theta, "residual": np.zeros_like(theta)}
         if config.outer.aggregation == "nesterov":
@@ -119,15 +120,27 @@ class Store:
 
     # --- contributions and updates --------------------------------------------------------------
 
-    def contribution(self, round_: int, site: str, incarnation: int, shard: int) -> Path:
-        return self.directory / "contributions" / str(round_) / f"{site}.{incarnation}.{shard}"
+    def contribution(
+        self, round_: int, site: str, incarnation: int, shard: int, digest: str
+    ) -> Path:
+        """Named by its digest too: of two uploads of one key at once, neither harms the other."""
+        name = f"{site}.{incarnation}.{shard}.{digest}"
+        return self.directory / "contributions" / str(round_) / name
+
+    def incoming(self, round_: int, name: str) -> Path:
+        """Where an upload grows; apart from the contributions, whose directory may go meanwhile."""
+        return self.directory / "incoming" / str(round_) / name
 
     def update(self, round_: int) -> Path:
         return self.directory / "updates" / str(round_)
 
-    def forget_updates_before(self, round_: int) -> None:
+    def forget_before(self, round_: int) -> None:
+        """After a commit: uploads for closed rounds and updates that nobody may ask for go."""
+        for path in (self.directory / "incoming").iterdir():
+            if int(path.name) < round_:
+                shutil.rmtree(path)
         for path in (self.directory / "updates").iterdir():
-            if path.name.isdigit() and int(path.name) < round_:
+            if path.name.isdigit() and int(path.name) < round_ - self.config.state.keep_updates:
                 path.unlink()
 
 

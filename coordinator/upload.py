@@ -1,7 +1,7 @@
 """Receiving one shard of a contribution: header, blocks, checks, disk, and only then the answer.
 
-Bytes gather in `SITE.INC.SHARD.DIGEST.partial`; a stream that breaks off leaves them there, and the
-next one goes on behind them. The digest in the name keeps bytes of other contents apart.
+Bytes gather in `incoming/`, under a name with their digest; a stream that breaks off leaves them
+there, and the next one goes on behind them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,10 +23,11 @@ from coordinator.events import Duplicate, ShardRefused, ShardStored
 from coordinator.failpoints import reach
 from coordinator.files import rename_synced
 from coordinator.monitor import Monitor
-from coordinator.refused import RefusedRequest, raise_if_refused
+from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from loco import codec
 from loco.errors import PayloadError
 from loco.layout import CHUNK, cells
+from loco.wire.blocks import is_sound
 from loco.wire.v1 import coordinator_pb2 as pb
 
 Count = Callable[[str, str, str, Message], None]
@@ -33,19 +35,28 @@ Count = Callable[[str, str, str, Message], None]
 STALL_SECONDS = 60.0  # without a message: the stream ends, what came stays
 
 
+@dataclass
+class _Writer:
+    """One stream that writes a file; a newer one may take its place until it finishes."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    superseded: bool = False
+    finishing: bool = False
+
+
 class Uploads:
-    """All Push streams of this process; one stream at a time writes a shard, the newest."""
+    """All Push streams of this process."""
 
     def __init__(self, engine: Engine, monitor: Monitor, count: Count) -> None:
         self._engine = engine
         self._monitor = monitor
         self._count = count
-        self._writers: dict[Path, object] = {}
+        self._writers: dict[Path, _Writer] = {}
 
     def offset(self, header: pb.PushHeader) -> int:
         """Bytes of this shard that are here already."""
         try:
-            return min(self._partial(header).stat().st_size, header.size_bytes)
+            return min(self._incoming(header).stat().st_size, header.size_bytes)
         except FileNotFoundError:
             return 0
 
@@ -57,29 +68,44 @@ class Uploads:
         self._count(header.caller.site, "up", "contribution", first)
         if first.WhichOneof("part") != "header":
             raise RefusedRequest("corrupt", "a push begins with its header")
-        if self._admit(header):
-            return pb.PushResponse(duplicate=True)
-        try:
-            await self._write(requests, header)
-            checked = await self._check(header)
-            return await self._accept(header, checked)
-        except OSError as error:
-            if not is_disk_full(error):
+        event = _event(header)
+        duplicate = self._admit(header, event)
+        if not duplicate:
+            try:
+                duplicate = await self._receive(requests, header, event)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                raise RefusedRequest("disk_full", DISK_FULL) from error
+            except RefusedRequest as refused:
+                await self._strike(event, refused)
                 raise
-            raise RefusedRequest("disk_full", DISK_FULL) from error
-        except RefusedRequest as refused:
-            await self._strike(header, refused)
-            raise
+        response = pb.PushResponse(duplicate=duplicate)
+        self._count(event.site, "down", "control", response)
+        return response
+
+    async def _receive(
+        self, requests: AsyncIterator[pb.PushRequest], header: pb.PushHeader, event: ShardStored
+    ) -> bool:
+        path = self._incoming(header)
+        writer = await self._take(path)
+        try:
+            await self._write(requests, header, event, path, writer)
+            writer.finishing = True
+            checked = await self._check(header, event, path)
+            return await self._accept(event, checked, path)
+        finally:
+            if self._writers.get(path) is writer:
+                del self._writers[path]
 
     # --- before a byte is read ------------------------------------------------------------------
 
-    def _admit(self, header: pb.PushHeader) -> bool:
+    def _admit(self, header: pb.PushHeader, event: ShardStored) -> bool:
         """True for a repeat of what was accepted; refused requests raise."""
-        state, event = self._engine.state, _event(header)
-        if header.caller.run_id != self._engine.store.run_id:
-            raise RefusedRequest("run_id", f"this coordinator serves {self._engine.store.run_id}")
+        state = self._engine.state
+        check_run(header.caller.run_id, self._engine.store.run_id)
         answer = check_push(state, event)
-        raise_if_refused(answer)
+        raise_refusal(answer)
         if isinstance(answer, Duplicate):
             return True
         if header.theta_digest != state.theta_digest:
@@ -103,10 +129,26 @@ class Uploads:
 
     # --- bytes ----------------------------------------------------------------------------------
 
-    async def _write(self, requests: AsyncIterator[pb.PushRequest], header: pb.PushHeader) -> None:
-        path = self._partial(header)
+    async def _take(self, path: Path) -> _Writer:
+        """Become the stream that writes the file; one that writes already has lost its peer."""
+        before = self._writers.get(path)
+        if before is not None:
+            if before.finishing:
+                raise RefusedRequest("", "this shard is complete and being checked")
+            async with before.lock:
+                before.superseded = True
+        writer = self._writers[path] = _Writer()
+        return writer
+
+    async def _write(
+        self,
+        requests: AsyncIterator[pb.PushRequest],
+        header: pb.PushHeader,
+        event: ShardStored,
+        path: Path,
+        writer: _Writer,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._writers[path] = me = object()
         with path.open("ab") as file:
             if header.offset > file.tell():
                 raise RefusedRequest(
@@ -115,94 +157,91 @@ class Uploads:
             file.truncate(header.offset)
             self._monitor.resumed(header.offset)
             async for request in requests:
-                if self._writers.get(path) is not me:
-                    raise RefusedRequest("", "a newer stream uploads this shard")
-                await self._write_block(file, request, header)
+                self._count(event.site, "up", "contribution", request)
+                await self._engine.heard(event.site, event.incarnation)
+                raise_refusal(check_push(self._engine.state, event))  # the round may have closed
+                async with writer.lock:
+                    if writer.superseded:
+                        raise RefusedRequest("", "a newer stream uploads this shard")
+                    await self._write_block(file, request.block, event)
             await asyncio.to_thread(_sync, file)
-        del self._writers[path]
 
-    async def _write_block(
-        self, file: BinaryIO, request: pb.PushRequest, header: pb.PushHeader
-    ) -> None:
-        site = header.caller.site
-        self._count(site, "up", "contribution", request)
-        data = request.block.data
-        if xxhash.xxh3_64_intdigest(data) != request.block.checksum:
-            raise RefusedRequest(
-                "", f"a block of shard {header.shard} of {site!r} was damaged on the way"
-            )
-        if file.tell() + len(data) > header.size_bytes:
-            raise RefusedRequest("corrupt", f"more than the declared {header.size_bytes} bytes")
-        await asyncio.to_thread(file.write, data)
-        reach("upload.block_written")
-
-    async def _check(self, header: pb.PushHeader) -> Checked:
-        """Digest and payload; the file gets its name only when both are right."""
-        partial, store = self._partial(header), self._engine.store
-        size = partial.stat().st_size
-        if size < header.size_bytes:
-            raise RefusedRequest("", f"{size} of {header.size_bytes} bytes are here")
-        digest = await asyncio.to_thread(_digest, partial)
-        if digest != header.digest:
-            partial.unlink()
+    async def _write_block(self, file: BinaryIO, block: pb.Block, event: ShardStored) -> None:
+        if not is_sound(block):
+            raise RefusedRequest("", f"a block of {event.site!r} was damaged on the way")
+        if file.tell() + len(block.data) > event.size_bytes:
             raise RefusedRequest(
                 "corrupt",
-                f"shard {header.shard} of {header.caller.site!r} has digest {digest.hex()[:16]}, "
-                f"{header.digest.hex()[:16]} was declared",
+                f"shard {event.shard} of {event.site!r}: more bytes came than the "
+                f"{event.size_bytes} bytes that were declared",
             )
-        rows = store.layout.shard(header.shard, header.num_shards)
+        await asyncio.to_thread(_write_through, file, block.data)
+        reach("upload.block_written")
+
+    # --- checks and answer ----------------------------------------------------------------------
+
+    async def _check(self, header: pb.PushHeader, event: ShardStored, path: Path) -> Checked:
+        """Size, digest, payload and magnitude; a file that fails is removed."""
+        size, digest = await asyncio.to_thread(_size_and_digest, path)
+        if size < event.size_bytes and header.offset:
+            raise RefusedRequest("", f"{size} of {event.size_bytes} bytes are here")
+        try:
+            if size != event.size_bytes or digest.hex() != event.digest:
+                raise RefusedRequest(
+                    "corrupt",
+                    f"shard {event.shard} of {event.site!r}: {size} bytes with digest "
+                    f"{digest.hex()[:16]} came, {event.size_bytes} bytes with "
+                    f"{event.digest[:16]} were declared",
+                )
+            return await self._decode(event, path)
+        except RefusedRequest:
+            path.unlink()
+            raise
+
+    async def _decode(self, event: ShardStored, path: Path) -> Checked:
+        config, layout = self._engine.store.config, self._engine.store.layout
+        rows = layout.shard(event.shard, event.num_shards)
         try:
             checked = await asyncio.to_thread(
-                check_contribution, partial, rows, bits=store.config.codec.bits
+                check_contribution, path, rows, bits=config.codec.bits
             )
         except PayloadError as error:
-            partial.unlink()
             raise RefusedRequest(
-                "payload", f"shard {header.shard} of {header.caller.site!r} is malformed: {error}"
+                "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
             ) from error
-        self._check_magnitude(header, checked)
+        if checked.largest > config.outer.max_value:
+            name = layout.parameter_at(checked.largest_at).name
+            raise RefusedRequest(
+                "absurd",
+                f"the contribution of {event.site!r} has {checked.largest:g} in {name}; "
+                f"outer.max_value allows {config.outer.max_value:g}",
+            )
         return checked
 
-    def _check_magnitude(self, header: pb.PushHeader, checked: Checked) -> None:
-        limit = self._engine.store.config.outer.max_value
-        if checked.largest <= limit:
-            return
-        self._partial(header).unlink()
-        name = self._engine.store.layout.parameter_at(checked.largest_at).name
-        raise RefusedRequest(
-            "absurd",
-            f"the contribution of {header.caller.site!r} has {checked.largest:g} in {name}; "
-            f"outer.max_value allows {limit:g}",
+    async def _accept(self, event: ShardStored, checked: Checked, path: Path) -> bool:
+        event = replace(event, norm_sq=checked.norm_sq)
+        target = self._engine.store.contribution(
+            event.round, event.site, event.incarnation, event.shard, event.digest
         )
-
-    async def _accept(self, header: pb.PushHeader, checked: Checked) -> pb.PushResponse:
-        event = _event(header, norm_sq=checked.norm_sq)
-        path = self._engine.store.contribution(
-            event.round, event.site, event.incarnation, event.shard
-        )
-        await asyncio.to_thread(rename_synced, self._partial(header), path)
+        await asyncio.to_thread(rename_synced, path, target)
         reach("upload.renamed")
         answer = await self._engine.submit(event)
-        raise_if_refused(answer)
+        raise_refusal(answer)
         self._monitor.contribution(checked.num_values, event.size_bytes)
-        return pb.PushResponse(duplicate=isinstance(answer, Duplicate))
+        return isinstance(answer, Duplicate)
 
-    async def _strike(self, header: pb.PushHeader, refused: RefusedRequest) -> None:
+    async def _strike(self, event: ShardStored, refused: RefusedRequest) -> None:
         """Count what only a faulty site sends; enough of it in a row means quarantine."""
         if refused.reason in ("corrupt", "payload", "absurd"):
-            caller = header.caller
             await self._engine.submit(
-                ShardRefused(
-                    site=caller.site, incarnation=caller.incarnation, reason=refused.reason
-                )
+                ShardRefused(site=event.site, incarnation=event.incarnation, reason=refused.reason)
             )
 
-    def _partial(self, header: pb.PushHeader) -> Path:
+    def _incoming(self, header: pb.PushHeader) -> Path:
+        """The digest in the name keeps uploads of other contents apart."""
         caller = header.caller
-        path = self._engine.store.contribution(
-            header.round, caller.site, caller.incarnation, header.shard
-        )
-        return path.with_name(f"{path.name}.{header.digest.hex()}.partial")
+        name = f"{caller.site}.{caller.incarnation}.{header.shard}.{header.digest.hex()}"
+        return self._engine.store.incoming(header.round, name)
 
 
 async def _until_stalled(requests: AsyncIterator[pb.PushRequest]) -> AsyncIterator[pb.PushRequest]:
@@ -217,21 +256,26 @@ async def _until_stalled(requests: AsyncIterator[pb.PushRequest]) -> AsyncIterat
             raise RefusedRequest("", f"nothing came for {STALL_SECONDS:.0f} s") from None
 
 
+def _write_through(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()  # so that the offset told after a crash of this process counts it
+
+
 def _sync(file: BinaryIO) -> None:
-    file.flush()
     os.fsync(file.fileno())
     reach("upload.synced")
 
 
-def _digest(path: Path) -> bytes:
-    digest = xxhash.xxh3_128()
+def _size_and_digest(path: Path) -> tuple[int, bytes]:
+    digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    return digest.digest()
+            size += len(block)
+    return size, digest.digest()
 
 
-def _event(header: pb.PushHeader, *, norm_sq: float = 0.0) -> ShardStored:
+def _event(header: pb.PushHeader) -> ShardStored:
     return ShardStored(
         site=header.caller.site,
         incarnation=header.caller.incarnation,
@@ -244,5 +288,4 @@ def _event(header: pb.PushHeader, *, norm_sq: float = 0.0) -> ShardStored:
         tokens=header.tokens,
         inner_steps=header.inner_steps,
         data_cursor=header.data_cursor,
-        norm_sq=norm_sq,
     )

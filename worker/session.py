@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
-import xxhash
 from google.protobuf.message import Message
 
 from loco.digest import bytes_digest
 from loco.errors import UnreachableError
 from loco.layout import Layout
 from loco.metrics import WireMetrics
+from loco.wire.blocks import is_sound, make_block
 from loco.wire.protocol import (
     BLOCK_BYTES,
     CHANNEL_OPTIONS,
@@ -159,8 +159,7 @@ class Session:
         yield self._sent(pb.PushRequest(header=header), "contribution")
         for start in range(header.offset, len(body), BLOCK_BYTES):
             data = body[start : start + BLOCK_BYTES]
-            block = pb.Block(data=data, checksum=xxhash.xxh3_64_intdigest(data))
-            yield self._sent(pb.PushRequest(block=block), "contribution")
+            yield self._sent(pb.PushRequest(block=make_block(data)), "contribution")
 
     def pull(self, round_: int, span: range) -> bytes:
         """These bytes of the update that ends a round."""
@@ -201,10 +200,9 @@ class Session:
             self.resumed_bytes += len(data)
             for response in ask(span.start + len(data)):
                 self._received(response, kind)
-                block = response.block
-                if xxhash.xxh3_64_intdigest(block.data) != block.checksum:
+                if not is_sound(response.block):
                     raise DamagedBlockError(f"a block of the {kind} was damaged on the way")
-                data.extend(block.data)
+                data.extend(response.block.data)
 
         self._patiently(go_on)
         return bytes(data)

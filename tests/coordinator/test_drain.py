@@ -21,6 +21,7 @@ from coordinator.events import Event, SiteJoined, SiteReady
 from coordinator.recovery import recover
 from coordinator.store import Store
 from loco.digest import bytes_digest
+from loco.wire.blocks import make_block
 from loco.wire.v1 import coordinator_pb2 as pb
 
 ONE_SITE = config_of(quorum={"min_sites": 1}, run={"rounds": 3})
@@ -37,10 +38,10 @@ def test_a_push_in_progress_finishes_while_the_coordinator_drains(tmp_path: Path
 
         def messages() -> Iterator[pb.PushRequest]:
             yield pb.PushRequest(header=header)
-            yield pb.PushRequest(block=pb.Block(data=body[:100]))
+            yield pb.PushRequest(block=make_block(body[:100]))
             begun.set()
             go_on.wait()
-            yield pb.PushRequest(block=pb.Block(data=body[100:]))
+            yield pb.PushRequest(block=make_block(body[100:]))
 
         answer = paris.stub.Push.future(messages())
         assert begun.wait(10)

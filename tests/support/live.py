@@ -17,6 +17,7 @@ from coordinator.store import Store
 from loco.digest import bytes_digest
 from loco.layout import Layout
 from loco.wire.protocol import BLOCK_BYTES, CHANNEL_OPTIONS, PROTOCOL_VERSION
+from loco.wire.blocks import make_block
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
@@ -172,7 +173,7 @@ class Member:
         def messages() -> Iterator[pb.PushRequest]:
             yield pb.PushRequest(header=header)
             for start in range(0, len(body), block_bytes):
-                yield pb.PushRequest(block=pb.Block(data=body[start : start + block_bytes]))
+                yield pb.PushRequest(block=make_block(body[start : start + block_bytes]))
 
         return self.stub.Push(messages(), timeout=WAIT_SECONDS)
 
