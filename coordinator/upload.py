@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -119,6 +120,7 @@ class Upload:
     async def _decode(self, path: Path, event: ShardStored) -> None:
         rows = self._engine.store.layout.shard(event.shard, event.num_shards)
         bits = self._engine.store.config.codec.bits
+        started = time.monotonic()
         try:
             num_values = await asyncio.to_thread(check_contribution, path, rows, bits=bits)
         except PayloadError as error:
@@ -126,7 +128,7 @@ class Upload:
             raise RefusedRequest(
                 "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
             ) from error
-        self._monitor.contribution(num_values, event.size_bytes)
+        self._monitor.contribution(event, num_values, time.monotonic() - started)
 
 
 def _event(header: pb.PushHeader) -> ShardStored:

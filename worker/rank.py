@@ -9,7 +9,7 @@ import torch.distributed as dist
 from prometheus_client import CollectorRegistry, start_http_server
 
 from loco.errors import ConfigError, LocoError, NonFiniteError
-from loco.metrics import WireMetrics
+from loco.metrics import Catalogue, WireMetrics
 from loco.wire.protocol import split_address
 from worker.loop import Worker
 from worker.options import Options
@@ -23,9 +23,8 @@ def run_rank(options: Options) -> None:
     site = Site.join(options.device)
     registry = CollectorRegistry()
     _serve_metrics(options.metrics, site.rank, registry)
-    session = Session(
-        options.coordinator, options.site, options.patience_seconds, WireMetrics(registry)
-    )
+    wire = WireMetrics(Catalogue(registry))
+    session = Session(options.coordinator, options.site, options.patience_seconds, wire)
     try:
         Worker(options, site, session).run()
         if dist.is_initialized():
