@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
-from loco.config import CodecConfig
+
+class Density(Protocol):
+    """`[codec]` of the config, which this package does not import: that reads files."""
+
+    @property
+    def k(self) -> int: ...
+    @property
+    def k_start(self) -> int | None: ...
+    @property
+    def k_ramp_rounds(self) -> int: ...
 
 
-def k_at(codec: CodecConfig, round_: int) -> int:
+def k_at(codec: Density, round_: int) -> int:
     """Values kept a chunk in this round: geometric from `k_start` to `k` over `k_ramp_rounds`.
 
     The first rounds are denser because error feedback starts empty (time constant 1 / (1 - beta)
