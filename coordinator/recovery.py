@@ -18,8 +18,14 @@ def recover(store: Store) -> tuple[State, Reducer]:
     digest that the journal holds, or LocoError names the round.
     """
     state = initial_state(_rules(store.config), store.initial_digest)
-    reducer = Reducer(store)
     snapshot_round = store.snapshot_round()
+    reducer = Reducer(store)
+    _check_theta(
+        store,
+        f"the snapshot of round {snapshot_round}",
+        reducer.theta_digest,
+        store.snapshot_digest(snapshot_round),
+    )
     for _, event in store.journal.replay():
         if isinstance(event, RoundCommitted) and event.round >= snapshot_round:
             _reduce_again(store, state, reducer, event)
@@ -29,10 +35,14 @@ def recover(store: Store) -> tuple[State, Reducer]:
 
 def _reduce_again(store: Store, state: State, reducer: Reducer, event: RoundCommitted) -> None:
     made = reducer.reduce(event.round, {name: state.contributions[name] for name in state.included})
-    if made.theta_digest != event.theta_digest:
+    _check_theta(store, f"replay of round {event.round}", made.theta_digest, event.theta_digest)
+
+
+def _check_theta(store: Store, source: str, found: str, recorded: str) -> None:
+    if found != recorded:
         raise LocoError(
-            f"replay of round {event.round} gives theta {made.theta_digest[:16]}, the journal "
-            f"says {event.theta_digest[:16]}: a file in {store.directory} has changed"
+            f"{source} gives theta {found[:16]}, recorded was {recorded[:16]}: a file in "
+            f"{store.directory} has changed"
         )
 
 

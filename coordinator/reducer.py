@@ -49,9 +49,8 @@ class Reducer:
         return self._buffers["theta"]
 
     @property
-    def hashes(self) -> npt.NDArray[np.uint64]:
-        """Chunk hashes of theta [num_chunks] uint64."""
-        return self._hashes
+    def theta_digest(self) -> str:
+        return theta_digest(self._hashes)
 
     def reduce(self, round_: int, included: Mapping[str, Contribution]) -> Reduced:
         """Make and apply the update of a round; its file replaces one of the same round."""
@@ -76,7 +75,7 @@ class Reducer:
         return Reduced(
             update_bytes=path.stat().st_size,
             update_digest=digest.hexdigest(),
-            theta_digest=theta_digest(self._hashes),
+            theta_digest=self.theta_digest,
         )
 
     def _reduce_cell(self, cell: range, pieces: list[Piece]) -> bytes:
@@ -93,7 +92,7 @@ class Reducer:
         return payload
 
     def save_snapshot(self, round_: int) -> None:
-        self._store.save_snapshot(round_, self._buffers, theta_digest(self._hashes))
+        self._store.save_snapshot(round_, self._buffers, self.theta_digest)
 
 
 def _outer_rules(config: Config) -> OuterRules:

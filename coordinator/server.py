@@ -40,6 +40,7 @@ def open_run(config_path: Path, state: Path) -> Store:
         return _create_run(config, state)
     store = Store.open(state)
     if store.config != config:
+        store.close()
         changed = ", ".join(_differences(store.config, config))
         raise ConfigError(
             f"{config_path} differs from the config that the run in {state} was created with "

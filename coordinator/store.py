@@ -95,6 +95,8 @@ class Store:
         lock = _lock(directory)
         journal = Journal(directory / "journal.sqlite")
         if not journal.facts():
+            journal.close()
+            lock.close()
             raise ConfigError(
                 f"the run in {directory} was never fully created; remove the directory and start it"
             )
