@@ -29,6 +29,8 @@ class Worker:
         self._site = site
         self._session = session
         self._pulse = Pulse()
+        self._theta_digest = ""
+        self._pending: tuple[pb.PushHeader, bytes] | None = None
 
     def run(self) -> None:
         """Train until the run is finished."""
@@ -42,9 +44,8 @@ class Worker:
         self._layout = layout_of(self._trainer.model)
         self._exchange = Exchange(config, self._site, self._trainer.model, self._layout)
         joined = self._join(run)
-        self._load_snapshot(joined.snapshot_round, joined.snapshot_digest)
         try:
-            self._rounds()
+            self._rounds(joined)
         except NonFiniteError:
             with self._pulse.edit() as beat:
                 beat.non_finite = True
@@ -54,28 +55,48 @@ class Worker:
         if self._site.leads:
             self._session.leave("the run is finished")
 
-    def _rounds(self) -> None:
-        while True:
+    def _rounds(self, joined: pb.JoinResponse) -> None:
+        directive = pb.WaitRoundResponse(
+            directive=pb.DIRECTIVE_RESYNC,
+            snapshot_round=joined.snapshot_round,
+            theta_digest=joined.snapshot_digest,
+        )
+        while directive.directive != pb.DIRECTIVE_FINISHED:
+            try:
+                self._follow(directive)
+            except RefusedError as refused:
+                if refused.reason != "not_available":
+                    raise
+                log.warning("the run has moved on meanwhile: %s", refused)
             directive = self._next_directive()
-            match directive.directive:
-                case pb.DIRECTIVE_TRAIN:
-                    self._contribute()
-                case pb.DIRECTIVE_UPDATE:
-                    self._catch_up(directive)
-                case pb.DIRECTIVE_RESYNC:
+        self._evaluate_if_due()
+
+    def _follow(self, directive: pb.WaitRoundResponse) -> None:
+        match directive.directive:
+            case pb.DIRECTIVE_TRAIN:
+                self._contribute()
+            case pb.DIRECTIVE_UPDATE:
+                self._catch_up(directive)
+            case pb.DIRECTIVE_RESYNC:
+                if directive.message:
                     log.warning("starting again from the snapshot: %s", directive.message)
-                    self._load_snapshot(directive.snapshot_round, directive.theta_digest)
-                case pb.DIRECTIVE_FINISHED:
-                    self._evaluate_if_due()
-                    return
-                case _:
-                    raise LocoError(f"the coordinator sent an unknown directive: {directive}")
+                self._load_snapshot(directive.snapshot_round, directive.theta_digest)
+            case _:
+                raise LocoError(f"the coordinator sent an unknown directive: {directive}")
 
     # --- one round ------------------------------------------------------------------------------
 
     def _contribute(self) -> None:
-        """H inner steps, then this rank's shard of the contribution."""
+        """H inner steps, then this rank's shard; asked again in one round, the same shard."""
         self._evaluate_if_due()
+        if self._pending is None or self._pending[0].round != self._exchange.round:
+            self._pending = self._train()
+        header, body = self._pending
+        with self._pulse.phase(pb.SITE_PHASE_PUSH):
+            self._site.together(lambda: self._push(header, body))
+
+    def _train(self) -> tuple[pb.PushHeader, bytes]:
+        """The round's contribution of this rank."""
         round_ = self._exchange.round
         with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
             stats = self._trainer.train_round(round_)
@@ -94,8 +115,7 @@ class Worker:
             inner_steps=stats.inner_steps,
             theta_digest=self._theta_digest,
         )
-        with self._pulse.phase(pb.SITE_PHASE_PUSH):
-            self._site.together(lambda: self._push(header, body))
+        return header, body
 
     def _report(self, round_: int, stats: RoundStats) -> None:
         """What people want to know of this round, summed over the ranks, into the next beat."""
@@ -194,8 +214,14 @@ class Worker:
             span = self._exchange.snapshot_span
             data = self._site.together(lambda: self._session.snapshot(round_, span))
             self._exchange.load(data, round_)
+            self._pending = None
             self._exchange.write_parameters()
             self._report_theta(digest)
+        if self._theta_digest != digest:
+            raise LocoError(
+                f"the snapshot of round {round_} has digest {self._theta_digest[:16]}, the "
+                f"coordinator announced {digest[:16]}: a file of its state directory has changed"
+            )
 
     def _report_theta(self, expected: str) -> None:
         """Tell the coordinator, which answers a wrong theta with RESYNC."""

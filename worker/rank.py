@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from loco.errors import ConfigError, LocoError, NonFiniteError
 from loco.metrics import Catalogue, WireMetrics
+from loco.processes import ignore_interrupts
 from loco.wire.protocol import split_address
 from worker.loop import Worker
 from worker.options import Options
@@ -30,6 +31,7 @@ def run_rank(options: Options) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     except (KeyboardInterrupt, NonFiniteError) as end:
+        ignore_interrupts()  # Ctrl+C reaches every process of a terminal, and the launcher tells us
         if site.leads and session.caller.incarnation:
             session.leave(str(end) or "interrupted")
         raise
