@@ -1,209 +1,396 @@
-"""What people see of the run: log lines, metrics, and the status document.
+"""Listens to the run: metrics, log lines, and what the page and `loco status` show.
 
-The status document is the one source for `loco status`, /status.json and the demo's table.
+It never influences the run: no decision of the machine depends on it, and what it keeps on disk
+(history.sqlite) may be lost.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import shutil
+import sqlite3
 import time
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
-from coordinator.admission import waiting_for
 from coordinator.events import (
     Event,
+    Recovered,
     RoundClosed,
     RoundCommitted,
-    RoundOpened,
     Say,
+    ShardStored,
     SiteJoined,
     SiteLeft,
     SiteLost,
 )
-from coordinator.state import Site, State
+from coordinator.history import RUN, History, HistoryFile
+from coordinator.measure import directory_bytes, measure_update, support_overlap
+from coordinator.state import State, Update
+from coordinator.status import status_document
 from coordinator.store import Store
-from loco.metrics import DIRECTIONS, CoordinatorMetrics
+from coordinator.told import Told
+from loco.log import log_fields
+from loco.metrics import DIRECTIONS, PHASES, STATES, CoordinatorMetrics
 from loco.wire.v1 import coordinator_pb2 as pb
 
 log = logging.getLogger("loco.coordinator")
 
+# Longer than the usual scrape interval, so that Prometheus gets the last bytes of a site that left.
+LINGER_SECONDS = 120.0
+HOUSEKEEPING_SECONDS = 1.0
+_DISK_SECONDS = 30.0
+_KEPT_NOTES = 50
+_TRANSFERS = {"up": ("push", "contribution"), "down": ("pull", "update")}  # phase, kind of bytes
 
-@dataclass
-class Report:
-    """What a site last said of itself."""
 
-    phase: str = "sync"
-    inner_steps: int = 0
-    round: int = 0
-    theta_digest: str = ""
-    train_bits_per_byte: float | None = None
-    phase_seconds: dict[str, float] = field(default_factory=dict)
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something that an operator wants to read: a refusal, or what became of a site."""
+
+    at: float  # Unix seconds
+    what: str  # reason of the refusal; or joined, left, lost, late
+    message: str
 
 
 class Monitor:
-    """Listens to the engine and the service; never influences them."""
+    """`observe` is called by the engine, `heartbeat` and others by the service."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.metrics = CoordinatorMetrics(self.registry)
-        self._store = store
-        self._reports: dict[str, Report] = {}
-        self._evaluations: dict[int, float] = {}  # round -> bits per byte
-        self._opened_at = 0.0
-        self._closed_at = 0.0
-        self._values_up = 0  # in the round that is open
-        self._value_bytes_up = 0
-        self._bits_per_value_up: float | None = None  # of the last committed round
-        self._started_at = time.time()
+        self.store = store
+        self.started_at = clock()
+        self.bytes: Counter[tuple[str, str, str]] = Counter()  # site, direction, kind
+        self.told: dict[str, Told] = {}
+        self.refusals: deque[Note] = deque(maxlen=_KEPT_NOTES)
+        self.notes: deque[Note] = deque(maxlen=_KEPT_NOTES)
+        self.bits_per_value_up: float | None = None  # of the last committed round
+        self._clock = clock
+        self._decoded: dict[tuple[str, int], int] = {}  # site, shard -> values; of the open round
+        self._unmeasured: dict[int, dict[str, int]] = {}  # round -> values by included site
+        self._disk_at = -math.inf
+        self._visible: dict[str, float | None] = {}  # sites with series -> when they departed
+        self.history = History(store.journal.replay(after=0))
+        self._file = HistoryFile(store.directory / "history.sqlite")
+        self.history.restore(self._file.read(self.history.rounds))
+        self._describe_run()
 
-    # --- what happens ---------------------------------------------------------------------------
+    def _describe_run(self) -> None:
+        config, run = self.store.config, self.metrics.run
+        log_fields(run=self.store.run_id)
+        run.info.labels(self.store.run_id).set(1)
+        run.planned_rounds.set(config.run.rounds)
+        run.min_sites.set(config.quorum.min_sites)
+        run.deadline.set(config.quorum.deadline_seconds)
+        run.progress_at.set(self.started_at)
+        self.metrics.codec.dense_bytes.set(self.store.layout.dense_bytes)
+        self.metrics.codec.support_overlap.set(math.nan)
+        for reason in pb.RefusalReason.keys()[1:]:
+            run.rejections.labels(reason.removeprefix("REFUSAL_REASON_").lower())
+        for phase in PHASES:
+            run.phase_seconds.labels(phase)
+
+    # --- what happens to the run ----------------------------------------------------------------
 
     def observe(self, event: Event | Say, state: State) -> None:
         """Called by the engine after every change of the state."""
+        now = self._clock()
+        log_fields(round=state.round, phase=state.phase)
+        if isinstance(event, Event) and event.durable:
+            self.history.observe(event, now)
         match event:
             case Say(message=message):
-                log.warning(message)
+                self._note("late", message, level=logging.WARNING)
             case SiteJoined():
-                incarnation = state.sites[event.site].incarnation
-                log.info(
-                    "site %s joined with %d ranks (incarnation %d)",
-                    event.site,
-                    event.num_ranks,
-                    incarnation,
-                )
+                self._joined(event, state)
             case SiteLeft():
-                log.info("site %s left: %s", event.site, event.reason)
+                self._departed(event.site, "left", event.reason)
             case SiteLost():
-                log.warning("site %s was lost: nothing heard of it", event.site)
-            case RoundOpened():
-                self._opened_at = time.monotonic()
+                self._departed(event.site, "lost", "nothing heard of it")
+            case Recovered():
+                for name, site in state.sites.items():
+                    if site.alive:
+                        self._appear(name)
             case RoundClosed():
-                self._closed_at = time.monotonic()
+                self._closed(event, state)
             case RoundCommitted():
                 self._committed(event, state)
+        self._forget_departed(now)
         self._count_sites(state)
 
+    def _joined(self, event: SiteJoined, state: State) -> None:
+        incarnation = state.sites[event.site].incarnation
+        self.told[event.site] = Told(incarnation=incarnation, baseline_known=True)
+        # Bytes so far belong to earlier lives of the site.
+        for direction, (_, kind) in _TRANSFERS.items():
+            self.told[event.site].measure_link(
+                direction, 0.0, self.bytes[event.site, direction, kind]
+            )
+        self._appear(event.site)
+        message = f"site {event.site} joined with {event.num_ranks} ranks (incarnation"
+        self._note("joined", f"{message} {incarnation})", site=event.site)
+
+    def _departed(self, site: str, how: str, why: str) -> None:
+        if site in self._visible:
+            self._visible[site] = self._clock()
+        level = logging.WARNING if how == "lost" else logging.INFO
+        self._note(how, f"site {site} {how}: {why}", site=site, level=level)
+
+    def _note(self, what: str, message: str, *, site: str = "", level: int = logging.INFO) -> None:
+        self.notes.append(Note(at=self._clock(), what=what, message=message))
+        log.log(level, message, extra={"site": site} if site else None)
+
+    def _closed(self, event: RoundClosed, state: State) -> None:
+        lost = {name for name, site in state.sites.items() if site.status == "lost"}
+        for name in {*event.missing, *lost} & self._visible.keys():
+            self.metrics.sites.rounds_missed.labels(name).inc()
+
     def _committed(self, event: RoundCommitted, state: State) -> None:
-        now = time.monotonic()
-        included = state.updates[event.round].included
-        self.metrics.rounds.inc()
-        self.metrics.round_seconds.observe(now - self._opened_at)
-        self.metrics.reduce_seconds.observe(now - self._closed_at)
-        dense = self._store.layout.dense_bytes
-        ratio = self.metrics.compression_ratio
-        ratio.labels("down").set(dense / max(1, event.update_bytes))
-        ratio.labels("up").set(
-            dense * len(included) / max(1, sum(c.size_bytes for c in included.values()))
+        run, sites = self.metrics.run, self.metrics.sites
+        opened, closed, committed = (
+            self.history.run.get(name, event.round)
+            for name in ("opened_at", "closed_at", "committed_at")
         )
-        if self._values_up:
-            self._bits_per_value_up = 8 * self._value_bytes_up / self._values_up
-            self._values_up = self._value_bytes_up = 0
-        for name, have in included.items():
-            self.metrics.tokens.labels(name).inc(have.tokens)
+        run.rounds.inc()
+        run.round_seconds.observe(committed - opened)
+        run.reduce_seconds.observe(committed - closed)
+        run.progress_at.set(committed)
+        update = state.updates[event.round]
         log.info(
             "round %d committed: %s; update %d bytes, theta %s",
             event.round,
-            ", ".join(included),
+            ", ".join(update.included),
             event.update_bytes,
             event.theta_digest[:16],
         )
+        for name in update.included.keys() & self._visible.keys():
+            sites.tokens.labels(name).inc(update.included[name].tokens)
+            sites.rounds_included.labels(name).inc()
+        values = self._decoded_values(update)
+        self._measure_payloads(update, sum(values.values()))
+        self._unmeasured[event.round] = values
+
+    def _decoded_values(self, update: Update) -> dict[str, int]:
+        """Values by included site; empty where a shard was decoded by an earlier process."""
+        decoded, self._decoded = self._decoded, {}
+        shards = {name: range(have.num_shards) for name, have in update.included.items()}
+        if any((name, shard) not in decoded for name in shards for shard in shards[name]):
+            return {}
+        return {name: sum(decoded[name, shard] for shard in shards[name]) for name in shards}
+
+    def _measure_payloads(self, update: Update, num_values: int) -> None:
+        codec, dense = self.metrics.codec, self.store.layout.dense_bytes
+        sizes = {name: have.size_bytes for name, have in update.included.items()}
+        for name in sizes.keys() & self._visible.keys():
+            codec.contribution_bytes.labels(name).set(sizes[name])
+        codec.update_bytes.set(update.size_bytes)
+        codec.compression_ratio.labels("down").set(dense / max(1, update.size_bytes))
+        codec.compression_ratio.labels("up").set(dense * len(sizes) / max(1, sum(sizes.values())))
+        if num_values:
+            self.bits_per_value_up = 8 * sum(sizes.values()) / num_values
+            codec.bits_per_value.labels("up").set(self.bits_per_value_up)
 
     def _count_sites(self, state: State) -> None:
-        self.metrics.round.set(state.round)
+        run = self.metrics.run
+        run.round.set(state.round)
+        run.finished.set(state.phase == "finished")
         last = state.updates.get(state.round - 1)
+        statuses = Counter(site.status for site in state.sites.values())
         counts = {
             "registered": len(state.sites),
-            "alive": sum(site.alive for site in state.sites.values()),
+            "alive": statuses["syncing"] + statuses["ready"],
             "included": len(last.included) if last else 0,
+            "lost": statuses["lost"],
         }
-        for name, count in counts.items():
-            self.metrics.sites.labels(name).set(count)
+        for name in STATES:
+            run.sites.labels(name).set(counts[name])
+        for name in self._visible:
+            self.metrics.sites.alive.labels(name).set(state.sites[name].alive)
 
-    def contribution(self, num_values: int, num_bytes: int) -> None:
-        """A shard was decoded: so many values in so many payload bytes."""
-        self._values_up += num_values
-        self._value_bytes_up += num_bytes
+    # --- series of sites ------------------------------------------------------------------------
 
-    def resumed(self, num_bytes: int) -> None:
-        """An upload went on behind bytes that had come before."""
-        self.metrics.resumed_bytes.inc(num_bytes)
+    def _appear(self, site: str) -> None:
+        self._visible[site] = None
+        self.metrics.sites.appear(site)
 
-    def refused(self, reason: str) -> None:
-        self.metrics.rejections.labels(reason).inc()
+    def _forget_departed(self, now: float) -> None:
+        for site, since in list(self._visible.items()):
+            if since is not None and now - since > LINGER_SECONDS:
+                del self._visible[site]
+                self.metrics.catalogue.forget_site(site)
+
+    def count(self, site: str, direction: str, kind: str, num_bytes: int) -> None:
+        """Bytes of one message; those of strangers are counted together as site `none`."""
+        label = site if site in self._visible else "none"
+        self.metrics.wire.count(label, direction, kind, num_bytes)
+        self.bytes[label, direction, kind] += num_bytes
+
+    # --- what the service tells -----------------------------------------------------------------
+
+    def contribution(self, event: ShardStored, num_values: int, seconds: float) -> None:
+        """A shard was checked and decoded: so many values."""
+        self.metrics.codec.decode_seconds.observe(seconds)
+        self._decoded[event.site, event.shard] = num_values
+
+    def refused(self, reason: str, message: str) -> None:
+        self.metrics.run.rejections.labels(reason).inc()
+        self.refusals.append(Note(at=self._clock(), what=reason, message=message))
+
+    def digest_mismatch(self, site: str) -> None:
+        self.metrics.sites.digest_mismatches.labels(site).inc()
 
     def heartbeat(self, beat: pb.HeartbeatRequest) -> None:
-        """Keep what a site says of itself."""
-        site = beat.caller.site
-        report = self._reports.setdefault(site, Report())
-        report.phase = phase_name(beat.phase)
-        report.inner_steps = beat.inner_steps
-        report.round, report.theta_digest = beat.round, beat.theta_digest
-        report.phase_seconds = {phase_name(p.phase): p.seconds for p in beat.phase_seconds}
-        for phase, seconds in report.phase_seconds.items():
-            self.metrics.phase_seconds.labels(site, phase).set(seconds)
-        if beat.HasField("train_bits_per_byte"):
-            report.train_bits_per_byte = beat.train_bits_per_byte
-            self.metrics.train_bits_per_byte.labels(site).set(beat.train_bits_per_byte)
+        """Keep what a site says of itself; it is a member, which the caller has checked."""
+        site, incarnation = beat.caller.site, beat.caller.incarnation
+        told = self.told.get(site)
+        if told is None or told.incarnation != incarnation:
+            told = self.told[site] = Told(incarnation=incarnation, baseline_known=False)
+        if self._visible.get(site, 0.0) is not None:  # heard again after it was lost
+            self._appear(site)
+        told.take(beat)
+        self._take_spans(site, told, beat)
+        self._take_reports(site, beat)
+        self._measure_link(site, told, beat)
+        self._export(site, told, beat)
+
+    def _take_spans(self, site: str, told: Told, beat: pb.HeartbeatRequest) -> None:
+        for span in told.new_spans(beat, self._clock()):
+            self.history.tell_phase(site, span.round, span.phase, span.seconds)
+            self.metrics.run.phase_seconds.labels(span.phase).observe(span.seconds)
+            if span.phase == "compute":
+                each = span.seconds / self.store.config.inner.steps
+                self.metrics.sites.inner_step_seconds.labels(site).set(each)
+
+    def _take_reports(self, site: str, beat: pb.HeartbeatRequest) -> None:
+        for report in beat.reports:
+            self.history.tell(
+                site,
+                report.round,
+                train_bits_per_byte=report.train_bits_per_byte,
+                ef_norm=report.ef_norm,
+            )
+            self.metrics.sites.ef_norm.labels(site).set(report.ef_norm)
         if beat.HasField("evaluation"):
-            self._evaluations[beat.evaluation.round] = beat.evaluation.bits_per_byte
-            latest = self._evaluations[max(self._evaluations)]
-            self.metrics.validation_bits_per_byte.set(latest)
+            measured = beat.evaluation
+            self.history.tell(RUN, measured.round, validation_bits_per_byte=measured.bits_per_byte)
+            self.metrics.run.validation_bits_per_byte.set(measured.bits_per_byte)
+
+    def _measure_link(self, site: str, told: Told, beat: pb.HeartbeatRequest) -> None:
+        for direction, (phase, kind) in _TRANSFERS.items():
+            if told.phase != phase:  # a transfer in progress is measured when it is over
+                seconds = told.phase_seconds.get(phase, 0.0)
+                told.measure_link(direction, seconds, self.bytes[site, direction, kind])
+            if beat.link_bytes_per_second:
+                told.link_rate[direction] = beat.link_bytes_per_second
+            for rates, gauge in (
+                (told.goodput, self.metrics.sites.goodput),
+                (told.link_rate, self.metrics.sites.link_rate),
+            ):
+                if direction in rates:
+                    gauge.labels(site, direction).set(rates[direction])
+
+    def _export(self, site: str, told: Told, beat: pb.HeartbeatRequest) -> None:
+        sites = self.metrics.sites
+        sites.round.labels(site).set(told.round)
+        if told.train_bits_per_byte is not None:
+            sites.train_bits_per_byte.labels(site).set(told.train_bits_per_byte)
+        for phase, seconds in told.phase_seconds.items():
+            told.grow(sites.phase_seconds.labels(site, phase), phase, seconds)
+        for counter, name, value in (
+            (sites.retries, "retries", beat.totals.retries),
+            (sites.resumed_bytes, "resumed_bytes", beat.totals.resumed_bytes),
+            (sites.in_site_bytes, "in_site_bytes", beat.totals.in_site_bytes),
+            (sites.inner_steps, "inner_steps", told.inner_steps),
+            (sites.non_finite, "non_finite", beat.non_finite),
+        ):
+            told.grow(counter.labels(site), name, value)
+
+    # --- what takes time: off the event loop ----------------------------------------------------
+
+    async def keep_house(self) -> None:
+        """Until cancelled: measure updates, watch the disk, write down what sites told."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            try:
+                await self.housekeeping()
+            except (OSError, sqlite3.Error) as error:  # a full disk must not end the run here
+                log.warning("could not write down what sites told: %s", error)
+
+    async def housekeeping(self) -> None:
+        """One turn of `keep_house`."""
+        for round_ in list(self._unmeasured):
+            await self._measure_update(round_, self._unmeasured.pop(round_))
+        rows = self.history.take_told()
+        if rows:
+            await asyncio.to_thread(self._file.write, rows, self.history.rounds.start)
+        if time.monotonic() - self._disk_at > _DISK_SECONDS:
+            self._disk_at = time.monotonic()
+            used = await asyncio.to_thread(directory_bytes, self.store.directory)
+            disk = shutil.disk_usage(self.store.directory)
+            self.metrics.state.bytes.set(used)
+            self.metrics.state.disk_free.set(disk.free)
+            self.metrics.state.disk_size.set(disk.total)
+
+    async def _measure_update(self, round_: int, values_by_site: dict[str, int]) -> None:
+        path = self.store.update(round_)
+        measured = await asyncio.to_thread(measure_update, path, self.store.layout)
+        if measured is None:  # forgotten meanwhile: the site that kept us busy was long away
+            return
+        overlap = support_overlap(list(values_by_site.values()), measured.num_values)
+        codec = self.metrics.codec
+        codec.update_norm.set(measured.norm)
+        codec.union_density.set(measured.density)
+        codec.support_overlap.set(math.nan if overlap is None else overlap)
+        codec.bits_per_value.labels("down").set(measured.bits_per_value)
+        self.history.tell(
+            RUN,
+            round_,
+            update_norm=measured.norm,
+            update_density=measured.density,
+            **({} if overlap is None else {"support_overlap": overlap}),
+        )
+
+    async def close(self) -> None:
+        """A last turn, then close the file."""
+        await self.housekeeping()
+        self._file.close()
 
     # --- what people see ------------------------------------------------------------------------
 
     def status(self, state: State) -> dict[str, Any]:
-        """The status document; its keys are in docs/protocol.md."""
-        last = state.updates.get(state.round - 1)
+        """The status document: /status.json, `loco status`, and the numbers on the page."""
+        return status_document(self, state, self._clock())
+
+    def bytes_of(self, site: str, direction: str) -> dict[str, int]:
+        """Bytes by kind since this process started."""
         return {
-            "run_id": self._store.run_id,
-            "round": state.round,
-            "rounds": state.rules.rounds,
-            "phase": state.phase,
-            "waiting_for": waiting_for(state),
-            "params": self._store.layout.num_parameters,
-            "dense_bytes_per_round": self._store.layout.dense_bytes,
-            "theta_digest": state.theta_digest,
-            "uptime_seconds": round(time.time() - self._started_at, 1),
-            "sites_registered": len(state.sites),
-            "sites_alive": sum(site.alive for site in state.sites.values()),
-            "sites_included": len(last.included) if last else 0,
-            "update_bytes": last.size_bytes if last else 0,
-            "bits_per_value_up": self._bits_per_value_up,
-            "validation": [
-                {"round": round_, "bits_per_byte": self._evaluations[round_]}
-                for round_ in sorted(self._evaluations)
-            ],
-            "sites": [self._site(name, site, state) for name, site in sorted(state.sites.items())],
+            kind: num_bytes
+            for (name, way, kind), num_bytes in self.bytes.items()
+            if (name, way) == (site, direction)
         }
 
-    def _site(self, name: str, site: Site, state: State) -> dict[str, Any]:
-        report = self._reports.get(name, Report())
-        wire = self.metrics.wire
-        last = state.updates.get(state.round - 1)
+    def timeline(self, since: float) -> dict[str, Any]:
+        """The spans that ended after `since` (Unix seconds), by site."""
         return {
-            "name": name,
-            "status": site.status,
-            "incarnation": site.incarnation,
-            "ranks": site.num_ranks,
-            "phase": report.phase,
-            "round": report.round,
-            "theta_digest": report.theta_digest,
-            "inner_steps": report.inner_steps,
-            "tokens": site.tokens_included,
-            "rounds_included": site.rounds_included,
-            "contribution_bytes": (
-                last.included[name].size_bytes if last and name in last.included else 0
-            ),
-            "train_bits_per_byte": report.train_bits_per_byte,
-            "phase_seconds": report.phase_seconds,
-            **{f"bytes_{way}": wire.total(name, way) for way in DIRECTIONS},
-            **{f"bytes_{way}_by_kind": wire.by_kind(name, way) for way in DIRECTIONS},
+            "now": round(self._clock(), 3),
+            "sites": {
+                site: [
+                    [span.phase, span.round, round(span.started_at, 3), round(span.seconds, 3)]
+                    for span in told.spans
+                    if span.started_at + span.seconds > since
+                ]
+                for site, told in sorted(self.told.items())
+                if site in self._visible
+            },
         }
 
 
-def phase_name(phase: pb.SitePhase.ValueType) -> str:
-    """`SITE_PHASE_COMPUTE` -> `compute`."""
-    return pb.SitePhase.Name(phase).removeprefix("SITE_PHASE_").lower()
+assert set(_TRANSFERS) == set(DIRECTIONS)

@@ -53,9 +53,8 @@ class Reducer:
         return self._buffers["theta"]
 
     @property
-    def hashes(self) -> npt.NDArray[np.uint64]:
-        """Chunk hashes of theta [num_chunks] uint64."""
-        return self._hashes
+    def theta_digest(self) -> str:
+        return theta_digest(self._hashes)
 
     def reduce(self, state: State) -> Reduced:
         """Make and apply the update of the round that `state` is closing.
@@ -80,7 +79,7 @@ class Reducer:
         return Reduced(
             update_bytes=path.stat().st_size,
             update_digest=digest.hexdigest(),
-            theta_digest=theta_digest(self._hashes),
+            theta_digest=self.theta_digest,
         )
 
     def _readers(self, round_: int, included: Mapping[str, Contribution]) -> list[ShardReader]:

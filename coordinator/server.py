@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -13,17 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
-import prometheus_client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
 
 from coordinator.engine import Engine
 from coordinator.files import write_aside
 from coordinator.monitor import Monitor
 from coordinator.service import Service
 from coordinator.store import Store
+from coordinator.web import web_server
 from loco.config import Config, load_config
 from loco.errors import ConfigError
 from loco.wire.protocol import SERVER_OPTIONS, split_address
@@ -43,6 +41,7 @@ def open_run(config_path: Path, state: Path) -> Store:
         return _create_run(config, state)
     store = Store.open(state)
     if store.config != config:
+        store.close()
         changed = ", ".join(_differences(store.config, config))
         raise ConfigError(
             f"{config_path} differs from the config that the run in {state} was created with "
@@ -103,9 +102,10 @@ async def running(store: Store, *, listen: str, metrics: str | None) -> AsyncIte
     pb_grpc.add_CoordinatorServiceServicer_to_server(Service(engine, monitor), server)
     await _add_standard_services(server)
     address = f"{split_address(listen)[0]}:{_bind(server, listen)}"
-    with _metrics_server(metrics, monitor.registry):
+    async with web_server(metrics, engine, monitor) as pages, _keeping_house(monitor):
         await engine.start()
         await server.start()
+        pages.ready = True
         with write_aside(store.directory / "address") as file:
             file.write(address.encode())
         log.info(
@@ -121,6 +121,18 @@ async def running(store: Store, *, listen: str, metrics: str | None) -> AsyncIte
             engine.drain()
             await server.stop(DRAIN_SECONDS)
             await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def _keeping_house(monitor: Monitor) -> AsyncIterator[None]:
+    task = asyncio.create_task(monitor.keep_house())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await monitor.close()
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> int:
@@ -146,27 +158,6 @@ async def _add_standard_services(server: grpc.aio.Server) -> None:
         ),
         server,
     )
-
-
-@contextlib.contextmanager
-def _metrics_server(address: str | None, registry: CollectorRegistry) -> Iterator[None]:
-    if address is None:
-        yield
-        return
-    host, port = split_address(address)
-    try:
-        server, _ = prometheus_client.start_http_server(port, host, registry)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve metrics on {address}: {os.strerror(error.errno or 0)}; "
-            "give another --metrics"
-        ) from error
-    try:
-        log.info("metrics on http://%s:%d/metrics", host, server.server_port)
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 async def _until_told_to_stop(engine: Engine, stop: asyncio.Event) -> None:

@@ -207,7 +207,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.included = mine is not None and mine.incarnation == request.caller.incarnation
         elif word == "resync":
             if have_round in state.digests:  # else the site was only away for too long
-                self._monitor.metrics.digest_mismatches.labels(site).inc()
+                self._monitor.digest_mismatch(site)
             snapshot = self._store.snapshots.newest()
             response.snapshot_round = snapshot.round
             response.theta_digest = snapshot.manifest.theta_digest
@@ -326,7 +326,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def _refuse(self, context: Context, refused: RefusedRequest) -> None:
         if not refused.reason:
             await context.abort(grpc.StatusCode.UNAVAILABLE, refused.message)
-        self._monitor.refused(refused.reason)
+        self._monitor.refused(refused.reason, refused.message)
         await context.abort(
             grpc.StatusCode.FAILED_PRECONDITION,
             refused.message,
@@ -334,11 +334,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         )
 
     def _count(self, site: str, direction: str, kind: str, message: Message) -> None:
-        self._monitor.metrics.wire.count(self._label(site), direction, kind, wire_size(message))
-
-    def _label(self, site: str) -> str:
-        """Only members get a series of their own: strangers must not grow the page."""
-        return site if site in self._engine.state.sites else "none"
+        self._monitor.count(site, direction, kind, wire_size(message))
 
 
 def _open_range(

@@ -31,6 +31,8 @@ from loco.layout import Layout
 
 Array = npt.NDArray[np.float32]
 
+KEEP_EVENTS = 200_000  # of the journal, for people: recovery needs those since a snapshot only
+
 
 class Store:
     """One run's state directory, opened and locked. Use `Store.open` or `Store.create`."""
@@ -84,6 +86,8 @@ class Store:
         lock = lock_directory(directory)
         journal = Journal(directory / "journal.sqlite")
         if not journal.facts():
+            journal.close()
+            lock.close()
             raise ConfigError(
                 f"the run in {directory} was never fully created; remove the directory and start it"
             )
@@ -113,7 +117,7 @@ class Store:
             state=state,
             journal_seq=journal_seq,
         )
-        self.journal.forget(oldest.manifest.journal_seq)
+        self.journal.forget(min(oldest.manifest.journal_seq, journal_seq - KEEP_EVENTS))
         for path in (self.directory / "contributions").iterdir():
             if int(path.name) < oldest.round:
                 shutil.rmtree(path)

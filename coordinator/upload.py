@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -155,7 +156,6 @@ class Uploads:
                     "", f"{file.tell()} bytes of the shard are here, not {header.offset}"
                 )
             file.truncate(header.offset)
-            self._monitor.resumed(header.offset)
             async for request in requests:
                 self._count(event.site, "up", "contribution", request)
                 await self._engine.heard(event.site, event.incarnation)
@@ -201,6 +201,7 @@ class Uploads:
     async def _decode(self, event: ShardStored, path: Path) -> Checked:
         config, layout = self._engine.store.config, self._engine.store.layout
         rows = layout.shard(event.shard, event.num_shards)
+        started = time.monotonic()
         try:
             checked = await asyncio.to_thread(
                 check_contribution, path, rows, bits=config.codec.bits
@@ -209,6 +210,7 @@ class Uploads:
             raise RefusedRequest(
                 "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
             ) from error
+        self._monitor.contribution(event, checked.num_values, time.monotonic() - started)
         if checked.largest > config.outer.max_value:
             name = layout.parameter_at(checked.largest_at).name
             raise RefusedRequest(
@@ -227,7 +229,6 @@ class Uploads:
         reach("upload.renamed")
         answer = await self._engine.submit(event)
         raise_refusal(answer)
-        self._monitor.contribution(checked.num_values, event.size_bytes)
         return isinstance(answer, Duplicate)
 
     async def _strike(self, event: ShardStored, refused: RefusedRequest) -> None:

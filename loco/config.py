@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from loco.errors import ConfigError
@@ -27,10 +27,15 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Alpha = Annotated[float, Field(gt=0.0, le=10.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=7 * 86400.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _tuple_of_list(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunConfig(_Section):
@@ -99,10 +104,7 @@ class InnerConfig(_Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 50
     """Inner steps of linear warm-up to `lr`; then cosine to `lr * min_lr_fraction`."""
     min_lr_fraction: Fraction = 0.1
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.95,
-    )
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_tuple_of_list)] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled; on matrices only, not on norms."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
@@ -178,7 +180,17 @@ class StateConfig(_Section):
     snapshot_every_rounds: PositiveInt = 10
     """Rounds between snapshots of theta; recovery replays the rounds since the last one."""
     keep_updates: Annotated[int, Field(ge=1)] = 100
-    """Updates kept for sites that were away; one away for longer starts from a snapshot."""
+    """Updates kept for sites that were away; one away for longer starts from a snapshot. At least
+    `snapshot_every_rounds`, for a site that joins starts from the last snapshot, too."""
+
+    @model_validator(mode="after")
+    def _updates_reach_back_to_the_snapshot(self) -> Self:
+        if self.keep_updates < self.snapshot_every_rounds:
+            raise ValueError(
+                f"keep_updates = {self.keep_updates} must be at least snapshot_every_rounds = "
+                f"{self.snapshot_every_rounds}: else a site that joins never catches up"
+            )
+        return self
 
 
 class EvalConfig(_Section):
@@ -253,7 +265,15 @@ def parse_config(text: str, *, source: str) -> Config:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from error
-    return _validate(raw, source)
+    return config_from_dict(raw, source=source)
+
+
+def config_from_dict(raw: dict[str, Any], *, source: str) -> Config:
+    """Check what a TOML file holds; `source` is named in errors."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source)) from error
 
 
 def config_from_json(text: str) -> Config:
@@ -269,13 +289,6 @@ def preset_text(name: str) -> str:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
     return resources.files("loco").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
-
-
-def _validate(raw: dict[str, Any], source: str) -> Config:
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from error
 
 
 def _explain(error: ValidationError, source: str) -> str:

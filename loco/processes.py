@@ -39,6 +39,12 @@ def interrupt_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def ignore_interrupts() -> None:
+    """From now on this process only says goodbye; it must do so in bounded time."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stop_all(children: Iterable[subprocess.Popen[bytes]], *, grace_seconds: float = 5.0) -> None:
     """SIGTERM to all that still run; SIGKILL to those that have not ended after the grace."""
     running = [child for child in children if child.poll() is None]

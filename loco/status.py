@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loco.errors import UnreachableError
-from loco.wire.protocol import PROTOCOL_VERSION
+from loco.wire.protocol import PROTOCOL_VERSION, split_address
 from loco.wire.refusal import refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
@@ -28,6 +28,8 @@ class StatusClient:
     """Asks one coordinator for its status, as often as wanted."""
 
     def __init__(self, address: str) -> None:
+        """ConfigError if `address` is not HOST:PORT."""
+        split_address(address)
         self._address = address
         self._channel = grpc.insecure_channel(address)
         self._stub = pb_grpc.CoordinatorServiceStub(self._channel)

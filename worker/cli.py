@@ -33,10 +33,11 @@ def worker(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads a rank. Default: cores over local ranks.")
+        int | None,
+        typer.Option(min=1, help="CPU threads a rank. Default: cores over local ranks."),
     ] = None,
     patience: Annotated[
-        float, typer.Option(help="Seconds to wait for a coordinator that is away.")
+        float, typer.Option(min=0.0, help="Seconds to wait for a coordinator that is away.")
     ] = 3600.0,
     checkpoint: Annotated[
         Path | None,

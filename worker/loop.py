@@ -33,6 +33,8 @@ class Worker:
         self._pulse = Pulse()
         self._meanwhile = Meanwhile(site, session, self._step_while_away)
         self._plan = pb.RoundPlan()
+        self._theta_digest = ""
+        self._pending: tuple[pb.PushHeader, bytes] | None = None
 
     def run(self) -> None:
         """Train until the run is finished."""
@@ -42,9 +44,8 @@ class Worker:
         self._layout = layout_of(self._trainer.model)
         self._exchange = Exchange(self._config, self._site, self._trainer.model, self._layout)
         self._checkpoints = self._open_checkpoints(run.run_id)
-        self._enter(run)
         try:
-            self._rounds()
+            self._rounds(self._enter(run))
         except NonFiniteError:
             with self._pulse.edit() as beat:
                 beat.non_finite = True
@@ -54,29 +55,44 @@ class Worker:
         if self._site.leads:
             self._session.leave("the run is finished")
 
-    def _rounds(self) -> None:
-        while True:
+    def _rounds(self, directive: pb.WaitRoundResponse) -> None:
+        while directive.directive != pb.DIRECTIVE_FINISHED:
+            try:
+                self._follow(directive)
+            except RefusedError as refused:
+                if refused.reason != "not_available":
+                    raise
+                log.warning("the run has moved on meanwhile: %s", refused)
             directive = self._next_directive()
-            match directive.directive:
-                case pb.DIRECTIVE_TRAIN:
-                    self._contribute(directive.plan)
-                case pb.DIRECTIVE_UPDATE:
-                    self._catch_up(directive)
-                case pb.DIRECTIVE_RESYNC:
+        self._evaluate_if_due()
+
+    def _follow(self, directive: pb.WaitRoundResponse) -> None:
+        match directive.directive:
+            case pb.DIRECTIVE_TRAIN:
+                self._contribute(directive.plan)
+            case pb.DIRECTIVE_UPDATE:
+                self._catch_up(directive)
+            case pb.DIRECTIVE_RESYNC:
+                if directive.message:
                     log.warning("starting again from the snapshot: %s", directive.message)
-                    self._load_snapshot(directive.snapshot_round, directive.theta_digest)
-                case pb.DIRECTIVE_FINISHED:
-                    self._evaluate_if_due()
-                    return
-                case _:
-                    raise LocoError(f"the coordinator sent an unknown directive: {directive}")
+                self._load_snapshot(directive.snapshot_round, directive.theta_digest)
+            case _:
+                raise LocoError(f"the coordinator sent an unknown directive: {directive}")
 
     # --- one round ------------------------------------------------------------------------------
 
     def _contribute(self, plan: pb.RoundPlan) -> None:
-        """H inner steps, then this rank's shard of the contribution."""
+        """H inner steps, then this rank's shard; asked again in one round, the same shard."""
         self._plan = plan
         self._evaluate_if_due()
+        if self._pending is None or self._pending[0].round != self._exchange.round:
+            self._pending = self._train(plan)
+        header, body = self._pending
+        with self._pulse.phase(pb.SITE_PHASE_PUSH):
+            self._meanwhile.do(lambda: self._push(header, body))
+
+    def _train(self, plan: pb.RoundPlan) -> tuple[pb.PushHeader, bytes]:
+        """The round's contribution of this rank."""
         with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
             self._trainer.train(plan.inner_steps, plan)
             local = self._trainer.exchanged()
@@ -96,8 +112,7 @@ class Worker:
             data_cursor=self._trainer.data_cursor,
             theta_digest=self._theta_digest,
         )
-        with self._pulse.phase(pb.SITE_PHASE_PUSH):
-            self._meanwhile.do(lambda: self._push(header, body))
+        return header, body
 
     def _report(self, round_: int, stats: Local) -> None:
         """What people want to know of this round, summed over the ranks, into the next beat."""
@@ -196,11 +211,11 @@ class Worker:
             return None
         return Checkpoints(directory, self._site, run_id=run_id, name=self._options.site)
 
-    def _enter(self, run: pb.GetRunResponse) -> None:
+    def _enter(self, run: pb.GetRunResponse) -> pb.WaitRoundResponse:
         """Join with the state of the newest checkpoint, or from the coordinator's snapshot.
 
         Error feedback is kept only with the theta that it belongs to: if the run can lead that
-        theta on by updates. The inner optimizer is kept in any case.
+        theta on by updates. The inner optimizer and the place in the data are kept in any case.
         """
         saved = self._checkpoints.newest() if self._checkpoints else None
         have = Have(round=saved.round, theta_digest=saved.theta_digest) if saved else None
@@ -216,9 +231,13 @@ class Worker:
                 self._exchange.restore(theta, error_feedback, saved.round)
                 self._exchange.write_parameters()
                 self._report_theta(saved.theta_digest)
-                return
+                return self._next_directive()
             log.warning("the checkpoint of round %d is too old: its EF is dropped", saved.round)
-        self._load_snapshot(joined.snapshot_round, joined.snapshot_digest)
+        return pb.WaitRoundResponse(
+            directive=pb.DIRECTIVE_RESYNC,
+            snapshot_round=joined.snapshot_round,
+            theta_digest=joined.snapshot_digest,
+        )
 
     def _save_checkpoint(self) -> None:
         assert self._checkpoints is not None
@@ -272,8 +291,15 @@ class Worker:
             span = self._exchange.snapshot_span
             data = self._site.together(lambda: self._session.snapshot(round_, span))
             self._exchange.load(data, round_)
+            self._pending = None
+            self._pending = None
             self._exchange.write_parameters()
             self._report_theta(digest)
+        if self._theta_digest != digest:
+            raise LocoError(
+                f"the snapshot of round {round_} has digest {self._theta_digest[:16]}, the "
+                f"coordinator announced {digest[:16]}: a file of its state directory has changed"
+            )
 
     def _report_theta(self, expected: str) -> None:
         """Tell the coordinator, which answers a wrong theta with RESYNC."""

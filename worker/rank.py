@@ -9,7 +9,8 @@ import torch.distributed as dist
 from prometheus_client import CollectorRegistry, start_http_server
 
 from loco.errors import ConfigError, LocoError, NonFiniteError
-from loco.metrics import WireMetrics
+from loco.metrics import Catalogue, WireMetrics
+from loco.processes import ignore_interrupts
 from loco.wire.protocol import split_address
 from worker.loop import Worker
 from worker.options import Options
@@ -23,14 +24,14 @@ def run_rank(options: Options) -> None:
     site = Site.join(options.device)
     registry = CollectorRegistry()
     _serve_metrics(options.metrics, site.rank, registry)
-    session = Session(
-        options.coordinator, options.site, options.patience_seconds, WireMetrics(registry)
-    )
+    wire = WireMetrics(Catalogue(registry))
+    session = Session(options.coordinator, options.site, options.patience_seconds, wire)
     try:
         Worker(options, site, session).run()
         if dist.is_initialized():
             dist.destroy_process_group()
     except (KeyboardInterrupt, NonFiniteError) as end:
+        ignore_interrupts()  # Ctrl+C reaches every process of a terminal, and the launcher tells us
         if site.leads and session.caller.incarnation:
             session.leave(str(end) or "interrupted")
         raise

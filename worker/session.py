@@ -75,7 +75,7 @@ class Session:
         self.retries = 0
         """Calls tried again because the coordinator did not answer."""
         self.resumed_bytes = 0
-        """Bytes that a download had when its connection broke, and did not fetch again."""
+        """Bytes that had come when a connection broke, and were not moved again."""
 
     def close(self) -> None:
         self._channel.close()
@@ -141,6 +141,7 @@ class Session:
         def push_once() -> pb.PushResponse:
             nonlocal fresh
             header.offset = 0 if fresh else self._push_offset(header)
+            self.resumed_bytes += header.offset
             fresh = False
             response: pb.PushResponse = self._stub.Push(self._push_messages(header, body))
             return response

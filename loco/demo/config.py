@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from loco.config import Config, preset_text
+from loco.config import Config, config_from_dict, preset_text
 from loco.data.eras import eras
 from loco.errors import ConfigError
 
@@ -37,7 +37,7 @@ def demo_config(
         raw["data"]["sites"] = dict(zip(names, eras(sites), strict=True))
     if algorithm == "diloco":
         _dense_diloco(raw)
-    return Config.model_validate(raw), names
+    return config_from_dict(raw, source="the demo's options"), names
 
 
 def _dense_diloco(raw: dict[str, Any]) -> None:

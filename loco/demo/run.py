@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import tomli_w
 from loco.demo.config import demo_config
 from loco.demo.report import ProgressView, make_result, print_result
 from loco.errors import EXIT_FAILED, ConfigError, LocoError, UnreachableError
-from loco.processes import spawn, stop_all
+from loco.processes import interrupt_on_sigterm, spawn, stop_all
 from loco.status import Status, StatusClient
 
 _POLL_SECONDS = 1.0
@@ -24,6 +25,7 @@ def run_demo(
     *, algorithm: str, sites: int, ranks: int, rounds: int | None, seed: int, as_json: bool
 ) -> None:
     """Train, and print what was reached; raises LocoError with the log's end if a process fails."""
+    interrupt_on_sigterm()
     config, names = demo_config(algorithm=algorithm, sites=sites, rounds=rounds, seed=seed)
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} is not possible: use at least 1")
@@ -66,13 +68,12 @@ class _Demo:
     def follow(self, progress: ProgressView) -> Status:
         """Show progress until every site has ended; the last status."""
         client = StatusClient(self._address)
-        status = client.fetch()
         with progress:
             while not self._all_sites_done():
                 time.sleep(_POLL_SECONDS)
                 self._check_alive()
-                status = client.fetch()
-                progress.show(status)
+                with contextlib.suppress(UnreachableError):  # a busy machine: ask again
+                    progress.show(client.fetch())
         status = client.fetch()
         client.close()
         return status

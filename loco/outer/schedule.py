@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
-from loco.config import CodecConfig, OuterConfig
+
+class Density(Protocol):
+    """`[codec]` of the config, which this package does not import: that reads files."""
+
+    @property
+    def k(self) -> int: ...
+    @property
+    def k_start(self) -> int | None: ...
+    @property
+    def k_ramp_rounds(self) -> int: ...
 
 
-def k_at(codec: CodecConfig, round_: int) -> int:
+def k_at(codec: Density, round_: int) -> int:
     """Values kept a chunk in this round: geometric from `k_start` to `k` over `k_ramp_rounds`.
 
     The first rounds are denser because error feedback starts empty (time constant 1 / (1 - beta)
@@ -19,7 +30,16 @@ def k_at(codec: CodecConfig, round_: int) -> int:
     return round(codec.k_start * math.pow(codec.k / codec.k_start, exponent))
 
 
-def alpha_at(outer: OuterConfig, round_: int) -> float:
+class Alpha(Protocol):
+    """`[outer]` of the config, likewise."""
+
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def alpha_steps(self) -> Mapping[int, float]: ...
+
+
+def alpha_at(outer: Alpha, round_: int) -> float:
     """Outer learning rate in this round: that of the last step of `alpha_steps` reached."""
     reached = [first for first in outer.alpha_steps if first <= round_]
     return outer.alpha_steps[max(reached)] if reached else outer.alpha

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
+from loco.errors import ConfigError
 from loco.wire.v1 import coordinator_pb2 as pb
 
 PROTOCOL_VERSION = 1
@@ -47,8 +48,8 @@ def phase_name(phase: pb.SitePhase.ValueType) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT` -> (host, port); ValueError says what is wrong."""
+    """`HOST:PORT` -> (host, port); ConfigError says what is wrong."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ValueError(f"{address!r} is not HOST:PORT with a port of 0 to 65535")
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise ConfigError(f"{address!r} is not HOST:PORT with a port of 0 to 65535")
     return host.strip("[]"), int(port)

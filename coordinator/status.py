@@ -1,0 +1,108 @@
+"""The status document: one source for `loco status`, /status.json, the page and the demo's table.
+
+Its keys are described in docs/operations.md, "The status document".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from coordinator.admission import waiting_for
+from coordinator.state import Site, State
+from coordinator.told import Told
+from loco.metrics import DIRECTIONS
+
+if TYPE_CHECKING:
+    from coordinator.monitor import Monitor
+
+LAST_ROUNDS = 10  # over which the site's time is shared out
+
+# What bounds a site is the group of phases that takes most of its time; `sync` is its start.
+_BOUNDS = {
+    "compute": ("compute", "eval"),
+    "codec": ("encode", "apply"),
+    "uplink": ("push",),
+    "downlink": ("pull",),
+    "waiting": ("wait",),
+}
+
+
+def status_document(monitor: Monitor, state: State, now: float) -> dict[str, Any]:
+    """Where the run stands."""
+    last = state.updates.get(state.round - 1)
+    store, history = monitor.store, monitor.history
+    measured = [
+        {"round": round_, "bits_per_byte": history.run.get("validation_bits_per_byte", round_)}
+        for round_ in history.rounds
+    ]
+    return {
+        "run_id": store.run_id,
+        "round": state.round,
+        "rounds": state.rules.rounds,
+        "phase": state.phase,
+        "waiting_for": waiting_for(state),
+        "seconds_a_round": _seconds_a_round(monitor, state.round),
+        "params": store.layout.num_parameters,
+        "dense_bytes_per_round": store.layout.dense_bytes,
+        "theta_digest": state.theta_digest,
+        "now": round(now, 3),
+        "uptime_seconds": round(now - monitor.started_at, 1),
+        "sites_registered": len(state.sites),
+        "sites_alive": sum(site.alive for site in state.sites.values()),
+        "sites_included": len(last.included) if last else 0,
+        "update_bytes": last.size_bytes if last else 0,
+        "bits_per_value_up": monitor.bits_per_value_up,
+        "validation": [m for m in measured if m["bits_per_byte"] == m["bits_per_byte"]],  # not NaN
+        "sites": [_site(monitor, name, site, state) for name, site in sorted(state.sites.items())],
+        "refusals": [asdict(note) for note in reversed(monitor.refusals)],
+        "notes": [asdict(note) for note in reversed(monitor.notes)],
+        "config": store.config.model_dump(mode="json"),
+    }
+
+
+def _seconds_a_round(monitor: Monitor, round_: int) -> float | None:
+    """Mean time from commit to commit over the last rounds; None before there are two."""
+    rounds = [r for r in monitor.history.rounds if round_ - LAST_ROUNDS - 1 <= r < round_]
+    if len(rounds) < 2:
+        return None
+    first, last = (monitor.history.run.get("committed_at", r) for r in (rounds[0], rounds[-1]))
+    return round((last - first) / (len(rounds) - 1), 3)
+
+
+def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, Any]:
+    told = monitor.told.get(name) or Told(incarnation=site.incarnation, baseline_known=False)
+    last = state.updates.get(state.round - 1)
+    included = last.included.get(name) if last else None
+    lately = monitor.history.phase_sums(name, LAST_ROUNDS)
+    by_kind = {way: monitor.bytes_of(name, way) for way in DIRECTIONS}
+    return {
+        "name": name,
+        "status": site.status,
+        "incarnation": site.incarnation,
+        "ranks": site.num_ranks,
+        "phase": told.phase,
+        "round": told.round,
+        "theta_digest": told.theta_digest,
+        "inner_steps": told.inner_steps,
+        "tokens": site.tokens_included,
+        "rounds_included": site.rounds_included,
+        "contribution_bytes": included.size_bytes if included else 0,
+        "train_bits_per_byte": told.train_bits_per_byte,
+        "ef_norm": told.ef_norm,
+        "phase_seconds": dict(told.phase_seconds),
+        "phase_seconds_lately": {phase: round(s, 3) for phase, s in lately.items()},
+        "bound": bound(lately),
+        **{f"bytes_{way}": sum(by_kind[way].values()) for way in DIRECTIONS},
+        **{f"bytes_{way}_by_kind": by_kind[way] for way in DIRECTIONS},
+        **{f"goodput_{way}": told.goodput.get(way) for way in DIRECTIONS},
+    }
+
+
+def bound(phase_seconds: Mapping[str, float]) -> str | None:
+    """What takes most of a site's time; None before it has spent any."""
+    sums = {
+        word: sum(phase_seconds.get(p, 0.0) for p in phases) for word, phases in _BOUNDS.items()
+    }
+    return max(sums, key=lambda word: sums[word]) if any(sums.values()) else None

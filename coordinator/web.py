@@ -1,0 +1,159 @@
+"""What the coordinator serves at its --metrics address: metrics, probes, and a page to watch.
+
+/               the page (coordinator/page): polls the documents below, runs no inline script
+/status.json    the status document (coordinator.status)
+/history.json   numbers by round: ?since=ROUND gives the rounds from there on
+/timeline.json  phases by site with their times: ?since=SECONDS gives those that ended later
+/metrics        Prometheus
+/healthz        200 while the process answers
+/readyz         200 while sites can join; 503 while it starts or drains
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import resources
+
+from aiohttp import web
+from prometheus_client.aiohttp import make_aiohttp_handler
+
+from coordinator.engine import Engine
+from coordinator.monitor import Monitor
+from loco.errors import ConfigError
+from loco.wire.protocol import split_address
+
+log = logging.getLogger("loco.coordinator")
+
+PAGE = resources.files("coordinator").joinpath("page")
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Pages:
+    """The handlers; reads the engine's state, changes nothing."""
+
+    def __init__(self, engine: Engine, monitor: Monitor) -> None:
+        self._engine = engine
+        self._monitor = monitor
+        self.ready = False
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[_with_headers])
+        for path, handler in (
+            ("/status.json", self._status),
+            ("/history.json", self._history),
+            ("/timeline.json", self._timeline),
+            ("/metrics", make_aiohttp_handler(self._monitor.registry)),
+            ("/healthz", self._healthz),
+            ("/readyz", self._readyz),
+        ):
+            app.router.add_get(path, handler)
+        for file in PAGE.iterdir():
+            if (kind := _TYPES.get(os.path.splitext(file.name)[1])) is not None:
+                path = "/" if file.name == "index.html" else f"/{file.name}"
+                app.router.add_get(path, _serve(file.read_bytes(), kind))
+        return app
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return _json(self._monitor.status(self._engine.state))
+
+    async def _history(self, request: web.Request) -> web.Response:
+        return _json(self._monitor.history.document(int(_number(request, "since"))))
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        return _json(self._monitor.timeline(_number(request, "since")))
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        if self.ready and not self._engine.draining:
+            return web.Response(text="ready\n")
+        return web.Response(text="starting or draining\n", status=503)
+
+
+def _number(request: web.Request, name: str) -> float:
+    text = request.query.get(name, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e15:
+        raise web.HTTPBadRequest(text=f"{name}={text!r} is not possible: use a number from 0 on\n")
+    return value
+
+
+def _json(document: object) -> web.Response:
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    response = web.Response(text=text, content_type="application/json")
+    response.enable_compression()
+    return response
+
+
+def _serve(body: bytes, content_type: str) -> Handler:
+    async def handler(_: web.Request) -> web.Response:
+        response = web.Response(body=body, content_type=content_type, charset="utf-8")
+        response.enable_compression()
+        return response
+
+    return handler
+
+
+@web.middleware
+async def _with_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        error.headers.update(_HEADERS)
+        raise
+    response.headers.update(_HEADERS)
+    return response
+
+
+@contextlib.asynccontextmanager
+async def web_server(address: str | None, engine: Engine, monitor: Monitor) -> AsyncIterator[Pages]:
+    """Serve on HOST:PORT while the block runs; the block says when the coordinator is ready.
+
+    The address, with the port that was given for port 0, is in `web-address` of the state
+    directory.
+    """
+    pages = Pages(engine, monitor)
+    if address is None:
+        yield pages
+        return
+    host, port = split_address(address)
+    runner = web.AppRunner(pages.application(), access_log=None, handle_signals=False)
+    await runner.setup()
+    try:
+        await _listen(runner, host, port)
+        bound = f"{host}:{runner.addresses[0][1]}"
+        (monitor.store.directory / "web-address").write_text(bound, encoding="utf-8")
+        log.info("page on http://%s/, metrics on http://%s/metrics", bound, bound)
+        yield pages
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port, reuse_port=False).start()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(
+            f"cannot serve metrics on {host}:{port}: {reason}; give another --metrics"
+        ) from error

@@ -1,0 +1,214 @@
+"""The config: what is refused and in which words, and that it survives the wire unchanged.
+
+Compared with: TOML texts and the message that a person must get. Run alone:
+pytest tests/loco/test_config.py
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from loco.config import (
+    PRESETS,
+    Config,
+    check_site_name,
+    config_from_json,
+    load_config,
+    parse_config,
+    preset_text,
+)
+from loco.errors import ConfigError
+
+
+def refused(text: str) -> str:
+    """The message for a config that is not accepted."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, source="run.toml")
+    message = str(caught.value)
+    assert message.startswith("run.toml")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[run]\nround = 3", "unknown key 'run.round' (did you mean 'rounds'?)"),
+        ("[runn]\nrounds = 3", "unknown key 'runn' (did you mean 'run'?)"),
+        ("[codec]\nzzz = 1", "unknown key 'codec.zzz' (known keys: bits, k, k_start, k_ramp_round"),
+        ("rounds = 3", "unknown key 'rounds'"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(text: str, told: str) -> None:
+    assert told in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value", "allowed"),
+    [
+        ("[run]\nrounds = -1", "run.rounds", "-1", "greater than or equal to 0"),
+        ("[inner]\nlr = 0.0", "inner.lr", "0.0", "greater than 0"),
+        ("[inner]\nlr = inf", "inner.lr", "inf", "finite"),
+        ("[inner]\nlr = nan", "inner.lr", "nan", "finite"),
+        ("[inner]\nbetas = [0.9, 1.0]", "inner.betas.1", "1.0", "less than 1"),
+        ("[inner]\noptimizer = 'adam'", "inner.optimizer", "'adam'", "'adamw' or 'sgd'"),
+        ("[codec]\nbits = 4", "codec.bits", "4", "1, 2 or 32"),
+        ("[codec]\nk = 4097", "codec.k", "4097", "less than or equal to 4096"),
+        ("[codec]\nk = 0", "codec.k", "0", "greater than or equal to 1"),
+        ("[outer]\naggregation = 'median'", "outer.aggregation", "'median'", "'mean'"),
+        ("[outer]\nbeta = 1.0", "outer.beta", "1.0", "less than 1"),
+        ("[quorum]\nmin_sites = 0", "quorum.min_sites", "0", "greater than or equal to 1"),
+        ("[quorum]\ngrace_seconds = 0", "quorum.grace_seconds", "0", "greater than 0"),
+        ("[run]\nname = 'A b'", "run.name", "'A b'", "pattern"),
+        ("[data]\ncorpus = ''", "data.corpus", "''", "at least 1 character"),
+    ],
+)
+def test_an_impossible_value_names_key_value_and_what_is_allowed(
+    text: str, key: str, value: str, allowed: str
+) -> None:
+    message = refused(text)
+    assert f"{key} = {value}" in message
+    assert allowed in message
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('[run]\nrounds = "40"', "run.rounds"),
+        ("[run]\nrounds = 40.0", "run.rounds"),
+        ("[run]\nrounds = true", "run.rounds"),
+        ("[inner]\nlr = '0.1'", "inner.lr"),
+        ("[inner]\nbetas = 0.9", "inner.betas"),
+        ("[inner]\nbetas = [0.9, 0.9, 0.9]", "inner.betas"),
+        ("[model]\ntie_embeddings = 1", "model.tie_embeddings"),
+        ("[data]\nsites = ['paris']", "data.sites"),
+        ("[data.sites]\nparis = 3", "data.sites.paris"),
+        ("run = 3", "run"),
+    ],
+)
+def test_a_wrong_type_is_refused_and_never_converted(text: str, key: str) -> None:
+    assert re.search(rf"{re.escape(key)}\S* = ", refused(text))
+
+
+def test_a_whole_number_is_welcome_where_a_fraction_may_stand() -> None:
+    assert parse_config("[outer]\nalpha = 1", source="x").outer.alpha == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[model]\ndim = 100\nnum_heads = 3", "dim = 100 must be num_heads = 3 times"),
+        ("[model]\nnum_heads = 4\nnum_kv_heads = 3", "num_kv_heads = 3 must divide num_heads = 4"),
+        ("[codec]\nk_start = 128", "k_start and k_ramp_rounds belong together"),
+        ("[codec]\nk_ramp_rounds = 4", "k_start and k_ramp_rounds belong together"),
+        ("[outer]\naggregation = 'nesterov'", "codec.bits = 32, not 2"),
+        (
+            "[quorum]\ndead_after_seconds = 3.0\nheartbeat_seconds = 2.0",
+            "dead_after_seconds = 3.0 must be at least twice heartbeat_seconds = 2.0",
+        ),
+        (
+            "[state]\nsnapshot_every_rounds = 10\nkeep_updates = 9",
+            "keep_updates = 9 must be at least snapshot_every_rounds = 10",
+        ),
+        ("[data.sites]\n'Paris!' = 'sotu'", "site name 'Paris!' is not allowed"),
+    ],
+)
+def test_values_that_contradict_each_other_are_named_together(text: str, told: str) -> None:
+    assert told in refused(text)
+
+
+def test_several_faults_are_told_at_once() -> None:
+    message = refused("[run]\nround = 3\n[codec]\nbits = 4")
+    assert "run.round" in message
+    assert "codec.bits" in message
+
+
+def test_text_that_is_not_toml_says_where() -> None:
+    assert "line 2" in refused("[run]\nrounds = x\n")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        load_config(path)
+
+
+def test_json_brings_every_value_back_and_the_same_hash() -> None:
+    config = parse_config(
+        "[inner]\nlr = 0.1\nbetas = [0.8, 0.99]\n[codec]\nk_start = 9\nk_ramp_rounds = 2\n"
+        "[data.sites]\nparis = 'sotu'",
+        source="x",
+    )
+    back = config_from_json(config.to_json())
+    assert back == config
+    assert back.hash() == config.hash()
+
+
+def test_the_hash_tells_configs_apart() -> None:
+    hashes = {parse_config(f"[run]\nseed = {seed}", source="x").hash() for seed in range(5)}
+    assert len(hashes) == 5
+
+
+def test_json_with_an_unknown_key_is_refused_by_name() -> None:
+    """A site of an older version must say what it does not know."""
+    text = Config().to_json().replace('"rounds"', '"roundz"')
+    with pytest.raises(ConfigError, match=r"config of the coordinator.*'run\.roundz'"):
+        config_from_json(text)
+
+
+@pytest.mark.parametrize("name", ["paris", "a", "0-9_z", "x" * 32])
+def test_site_names_that_are_allowed(name: str) -> None:
+    assert check_site_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x" * 33, "Paris", "-a", "_a", "a b", "a/b", "..", "a\n", "zürich", "a.b", "a\x00"]
+)
+def test_site_names_that_are_not(name: str) -> None:
+    with pytest.raises(ConfigError, match="1 to 32 of a-z, 0-9") as caught:
+        check_site_name(name)
+    assert repr(name) in str(caught.value)
+
+
+# --- presets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_valid_config(name: str) -> None:
+    assert parse_config(preset_text(name), source=name).run.rounds > 0
+
+
+def test_an_unknown_preset_names_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match="'7b'; there are tiny, 125m, 1b"):
+        preset_text("7b")
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys(field.annotation, f"{name}.")
+        else:
+            yield prefix + name
+
+
+def set_keys(raw: dict[str, Any]) -> Iterator[str]:
+    for section, values in raw.items():
+        yield from (f"{section}.{key}" for key in values)
+
+
+def test_every_key_of_a_preset_exists() -> None:
+    """`parse_config` would refuse it; this names it, and guards the walk of the next test."""
+    known = set(keys(Config))
+    assert "codec.k_ramp_rounds" in known
+    for name in PRESETS:
+        assert set(set_keys(tomllib.loads(preset_text(name)))) <= known
