@@ -1,12 +1,12 @@
 """What the coordinator serves at its --metrics address: metrics, probes, and a page to watch.
 
-    /               the page (coordinator/page): polls the documents below, runs no inline script
-    /status.json    the status document (coordinator.status)
-    /history.json   numbers by round: ?since=ROUND gives the rounds from there on
-    /timeline.json  phases by site with their times: ?since=SECONDS gives those that ended later
-    /metrics        Prometheus
-    /healthz        200 while the process answers
-    /readyz         200 while sites can join; 503 while it starts or drains
+/               the page (coordinator/page): polls the documents below, runs no inline script
+/status.json    the status document (coordinator.status)
+/history.json   numbers by round: ?since=ROUND gives the rounds from there on
+/timeline.json  phases by site with their times: ?since=SECONDS gives those that ended later
+/metrics        Prometheus
+/healthz        200 while the process answers
+/readyz         200 while sites can join; 503 while it starts or drains
 """
 
 from __future__ import annotations
