@@ -278,8 +278,7 @@ class Monitor:
                 ef_norm=report.ef_norm,
             )
             self.metrics.sites.ef_norm.labels(site).set(report.ef_norm)
-        if beat.HasField("evaluation"):
-            measured = beat.evaluation
+        for measured in beat.evaluations:
             self.history.tell(RUN, measured.round, validation_bits_per_byte=measured.bits_per_byte)
             self.metrics.run.validation_bits_per_byte.set(measured.bits_per_byte)
 

@@ -181,7 +181,7 @@ class Worker:
             with self._pulse.phase(pb.SITE_PHASE_EVAL):
                 measured = self._trainer.evaluate()
             with self._pulse.edit() as beat:
-                beat.evaluation.CopyFrom(pb.Evaluation(round=round_, bits_per_byte=measured))
+                beat.evaluations.add(round=round_, bits_per_byte=measured)
 
     def _next_directive(self) -> pb.WaitRoundResponse:
         def ask() -> bytes:

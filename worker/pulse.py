@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -19,6 +20,8 @@ from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
 log = logging.getLogger("loco.worker")
+
+M = TypeVar("M", pb.RoundReport, pb.Evaluation)
 
 # Shorter stretches are switching between phases; they count in the sums and tell nobody anything.
 _SHORTEST_SPAN_SECONDS = 1e-3
@@ -54,6 +57,7 @@ class Pulse:
         with self._lock:
             yield self._beat
             del self._beat.reports[:-_MAX_PENDING]
+            del self._beat.evaluations[:-_MAX_PENDING]
 
     @contextmanager
     def phase(self, phase: pb.SitePhase.ValueType) -> Iterator[None]:
@@ -141,7 +145,12 @@ class Pulse:
         with self._lock:
             arrived = beat.num_earlier_spans + len(beat.spans)
             self._forget_spans(arrived - self._num_earlier_spans)
-            last = beat.reports[-1].round if beat.reports else -1
-            pending = [report for report in self._beat.reports if report.round > last]
-            del self._beat.reports[:]
-            self._beat.reports.extend(pending)
+            # New ones are appended, so those that were sent are the first ones.
+            self._forget_first(self._beat.reports, beat.reports)
+            self._forget_first(self._beat.evaluations, beat.evaluations)
+
+    @staticmethod
+    def _forget_first(kept: MutableSequence[M], sent: MutableSequence[M]) -> None:
+        """Remove from `kept` what was sent, unless `edit` dropped it already."""
+        while sent and kept and kept[0] in sent:
+            del kept[0]

@@ -633,7 +633,7 @@ class HeartbeatRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     THETA_DIGEST_FIELD_NUMBER: _builtins.int
     PHASE_SECONDS_FIELD_NUMBER: _builtins.int
-    EVALUATION_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     NUM_EARLIER_SPANS_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
@@ -667,8 +667,8 @@ class HeartbeatRequest(_message.Message):
         """Time spent by phase."""
 
     @_builtins.property
-    def evaluation(self) -> Global___Evaluation:
-        """Last measurement of theta, if any."""
+    def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Evaluation]:
+        """Measurements of theta that no answered heartbeat has carried."""
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseSpan]:
@@ -693,7 +693,7 @@ class HeartbeatRequest(_message.Message):
         round: _builtins.int = ...,
         theta_digest: _builtins.str = ...,
         phase_seconds: _abc.Iterable[Global___PhaseSeconds] | None = ...,
-        evaluation: Global___Evaluation | None = ...,
+        evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
         spans: _abc.Iterable[Global___PhaseSpan] | None = ...,
         num_earlier_spans: _builtins.int = ...,
         reports: _abc.Iterable[Global___RoundReport] | None = ...,
@@ -701,17 +701,12 @@ class HeartbeatRequest(_message.Message):
         link_bytes_per_second: _builtins.float = ...,
         non_finite: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluation", b"evaluation", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation", "_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluation", b"evaluation", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluations", b"evaluations", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__evaluation: _TypeAlias = _typing.Literal["evaluation"]  # noqa: Y015
-    _WhichOneofArgType__evaluation: _TypeAlias = _typing.Literal["_evaluation", b"_evaluation"]  # noqa: Y015
     _WhichOneofReturnType__train_bits_per_byte: _TypeAlias = _typing.Literal["train_bits_per_byte"]  # noqa: Y015
     _WhichOneofArgType__train_bits_per_byte: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation) -> _WhichOneofReturnType__evaluation | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__train_bits_per_byte) -> _WhichOneofReturnType__train_bits_per_byte | None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
