@@ -9,5 +9,7 @@ from loco.inner.adams import AdamS
 from loco.inner.base import InnerOptimizer
 from loco.inner.dense import DenseSync
 from loco.inner.groups import Group
+from loco.inner.scape import Scape
+from loco.inner.state import reshard
 
-__all__ = ["AdamS", "DenseSync", "Group", "InnerOptimizer"]
+__all__ = ["AdamS", "DenseSync", "Group", "InnerOptimizer", "Scape", "reshard"]

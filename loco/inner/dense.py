@@ -41,7 +41,7 @@ class DenseSync:
         max_grad_norm: float | None = None,
     ) -> None:
         check_max_grad_norm(max_grad_norm)
-        named = trainable(optimizer.param_groups)
+        named = [item for items in trainable(optimizer.param_groups) for item in items]
         self.optimizer = optimizer
         self.group = Group.of(group)
         self.max_grad_norm = max_grad_norm

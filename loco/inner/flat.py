@@ -1,13 +1,14 @@
-"""One flat fp32 buffer for all gradients, with every `p.grad` a view into it.
+"""Flat fp32 buffers for gradients and parameters; the model's tensors become views into them.
 
 Backward then accumulates straight into the buffer that is exchanged: no copies, and micro-batches
 add up locally. Code that sets `p.grad` to None (`model.zero_grad()`) still works: its new gradients
-are copied into the buffer before the exchange.
+are copied into the buffer before the exchange. No address ever changes, so captured CUDA graphs of
+forward and backward stay valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,27 +16,42 @@ from torch import Tensor
 
 from loco.errors import ConfigError
 
+Named = list[tuple[str, Tensor]]
 
-def trainable(param_groups: list[dict[str, Any]]) -> list[tuple[str, Tensor]]:
-    """The parameters with `requires_grad`, once each, in the order of the groups.
+
+def trainable(param_groups: list[dict[str, Any]]) -> list[Named]:
+    """The parameters with `requires_grad` of each group, in order.
 
     Returns:
         (name, parameter) pairs; the name is `group G parameter I` where the optimizer was built
         from parameters without names.
 
     Raises:
-        ConfigError: none is trainable, or one is not a dense fp32 tensor on the common device.
+        ConfigError: none is trainable, or one is not a dense fp32 tensor on the common device, or
+            two different parameters share memory.
     """
-    named = []
+    by_group: list[Named] = []
     for g, group in enumerate(param_groups):
         params = group["params"]
         names = group.get("param_names") or [f"group {g} parameter {i}" for i in range(len(params))]
-        named += [(n, p) for n, p in zip(names, params, strict=True) if p.requires_grad]
+        by_group.append([(n, p) for n, p in zip(names, params, strict=True) if p.requires_grad])
+    named = [item for items in by_group for item in items]
     if not named:
         raise ConfigError("no parameter requires a gradient; there is nothing to train")
     for name, p in named:
         _check_parameter(name, p, named[0][1].device)
-    return named
+    _check_apart(named)
+    return by_group
+
+
+def _check_apart(named: Named) -> None:
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named if p.nbytes)
+    for (_, stop, before), (start, _, name) in pairwise(ranges):
+        if start < stop:
+            raise ConfigError(
+                f"{before} and {name} are two parameters that share memory; tie weights by using "
+                f"one torch.nn.Parameter in both places"
+            )
 
 
 def _check_parameter(name: str, p: Tensor, device: torch.device) -> None:
@@ -55,7 +71,7 @@ def _check_parameter(name: str, p: Tensor, device: torch.device) -> None:
         )
 
 
-def describe(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+def describe(named: Named) -> list[str]:
     """One line for each parameter, for `groups.require_equal`."""
     return [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named]
 
@@ -63,7 +79,7 @@ def describe(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 class FlatGradients:
     """The gradients of `named` parameters as one tensor, `flat`: [n] fp32."""
 
-    def __init__(self, named: list[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Named) -> None:
         self._named = named
         self.flat = named[0][1].new_zeros(sum(p.numel() for _, p in named))
         sizes = [p.numel() for _, p in named]
@@ -97,3 +113,29 @@ class FlatGradients:
             else:
                 view.copy_(p.grad)
             p.grad = view
+
+
+class FlatParameters:
+    """The `named` parameters as one tensor, `flat`: [n] fp32; the model's become views of it."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        self.flat = torch.cat([p.detach().reshape(-1) for _, p in named])
+        parts = torch.split(self.flat, [p.numel() for _, p in named])
+        for part, (_, p) in zip(parts, named, strict=True):
+            p.data = part.view(p.shape)
+        self._addresses = [p.data_ptr() for _, p in named]
+
+    def require_in_place(self) -> None:
+        """Check that the model still uses the buffer.
+
+        Raises:
+            ConfigError: the storage of a parameter was replaced; names it.
+        """
+        for (name, p), address in zip(self._named, self._addresses, strict=True):
+            if p.data_ptr() != address:
+                raise ConfigError(
+                    f"the storage of {name} was replaced after the optimizer was built (model.to, "
+                    f"load_state_dict(assign=True), p.data = ...); build the optimizer afterwards, "
+                    f"or write values with copy_"
+                )

@@ -56,8 +56,8 @@ class Group:
     def all_gather(self, own: Tensor) -> Gathering:
         """Start gathering `own`, equally shaped on all ranks; the result is [size, *own.shape]."""
         gathered = own.new_empty((self.size, *own.shape))
-        if self.size == 1:
-            gathered[0] = own
+        if self.size == 1 or own.numel() == 0:
+            gathered[:] = own
             return Gathering(gathered, None)
         assert self._process_group is not None
         self.bytes_sent += own.nbytes * (self.size - 1)
