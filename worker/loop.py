@@ -8,6 +8,7 @@ import math
 from loco.config import config_from_json
 from loco.digest import bytes_digest
 from loco.errors import LocoError, NonFiniteError, RefusedError
+from loco.inner import reshard
 from loco.log import log_fields
 from loco.model import layout_of
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -224,7 +225,8 @@ class Worker:
         if self._checkpoints and saved:
             rows = self._exchange.rows
             theta, error_feedback, optimizers = self._checkpoints.load(saved, rows)
-            self._trainer.optimizer.load_state_dict(optimizers[0])
+            mine = reshard(optimizers, rank=self._site.rank, size=self._site.num_ranks)
+            self._trainer.optimizer.load_state_dict(mine)
             self._trainer.data_cursor = max(saved.data_cursor, joined.data_cursor)
             if joined.keep_state:
                 log.info("going on from the checkpoint of round %d", saved.round)
