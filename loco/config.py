@@ -96,9 +96,23 @@ class InnerConfig(_Section):
     max_local_steps: PositiveInt = 200
     """Inner steps at most that a site makes between two exchanges while it cannot reach the
     coordinator; then it waits."""
-    sync: Literal["dense"] = "dense"
-    """How the ranks of a site combine gradients each inner step."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    sync: Literal["scape", "dense"] = "dense"
+    """How the ranks of a site combine gradients each inner step: `scape` exchanges the largest
+    few of them with error feedback (docs/scape.md), `dense` all."""
+    optimizer: Literal["adamw", "adams", "sgd"] = "adamw"
+    """With `dense`; `scape` is an optimizer itself."""
+    density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """With `scape`: share of the positions exchanged in a step."""
+    density_ramp_steps: Annotated[int, Field(ge=0)] = 0
+    """With `scape`: inner steps over which the density falls from 1 to `density`."""
+    refresh: PositiveInt = 1
+    """With `scape`: inner steps that one choice of positions is used for."""
+    delay: Literal[0, 1] = 0
+    """With `scape`: 1 uses a choice from the next step on, so that its exchange is hidden."""
+    second_moment: Literal["local", "momentum"] = "local"
+    """With `scape`: `momentum` is the paper's AdamS, `local` what evidence supports."""
+    wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """With `scape`: type of the values that ranks exchange."""
     lr: Annotated[float, Field(gt=0.0)] = 3e-3
     """Peak learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 50
