@@ -1,11 +1,16 @@
-"""Selection to body bytes and back: which streams, in which order.
+"""Selection to body bytes and back: which sections, in which order.
 
-counts    Rice stream   zigzag differences; only if the header's k is 0
-low       Rice stream   zigzag differences of the lower level codes of sending chunks
-high      Rice stream   upper minus lower level code of sending chunks      (2 bits only)
-highs     Rice stream   gaps between the values that take the upper level   (2 bits only)
-signs     bit string    one bit a value, 1 = negative
-gaps      unary, binary gaps between positions; the parameter follows each chunk's count
+    counts    Rice stream   zigzag differences; only if the header's k is 0
+    low       Rice stream   zigzag differences of the lower level codes of sending chunks
+    spread    Rice stream   upper minus lower level code of sending chunks      (2 bits only)
+    highs     Rice stream   gaps between the values that take the upper level   (2 bits only)
+    signs     bit string    one bit a value, 1 = negative
+    drop      Rice stream   by how much each sending chunk's Rice parameter for gaps is lower than
+                            its length and count suggest: its values lie near its start
+    gaps      Rice codes    gaps between positions
+
+A Rice stream is its parameter (u8), the length of its unary part in bytes (u32), its unary part and
+its binary part; the gaps have no u8, because each chunk has its own parameter.
 """
 
 from __future__ import annotations
@@ -13,78 +18,105 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loco.codec.header import Header
+from loco.codec.backend import operations
+from loco.codec.header import Buffer, Header
 from loco.codec.rice import (
+    MAX_RICE,
+    Bytes,
     Ints,
-    Reader,
     as_ints,
+    best_rice,
+    differences,
     gap_rice,
     unzigzag,
-    write_fields,
-    write_stream,
-    write_unary,
     zigzag,
 )
-from loco.codec.selection import LEVEL_BITS, MAX_LEVEL, Selection
+from loco.codec.selection import (
+    LEVEL_BITS,
+    MAX_LEVEL,
+    Bools,
+    Codes,
+    Floats,
+    Selection,
+    chunk_lengths,
+)
 from loco.errors import PayloadError
 
 _FIRST_LEVEL = 127 << LEVEL_BITS  # the code of 1.0, from which the first difference counts
 
 
-def chunk_lengths(num_elements: int, chunk: int) -> Ints:
-    """Elements of each chunk: the last one may be short.  # [C]"""
-    starts = np.arange(0, num_elements, chunk)
-    return np.minimum(chunk, num_elements - starts)
-
-
-def uniform_k(selection: Selection) -> int:
+def uniform_k(selection: Selection, lengths: Ints) -> int:
     """The k for which every chunk sends min(k, its length); 0 if there is none."""
-    if len(selection.counts) == 0:
-        return 0
-    k = int(selection.counts.max())
-    lengths = chunk_lengths(selection.num_elements, selection.chunk)
+    k = int(selection.counts.max(initial=0))
     return k if np.array_equal(selection.counts, np.minimum(k, lengths)) else 0
 
 
-def write_body(selection: Selection) -> bytes:
-    """All sections of the body, in order."""
+def write_sections(selection: Selection) -> tuple[int, dict[str, bytes]]:
+    """The header's k, and the sections of the body by name, in order."""
     counts = selection.counts
-    levels = as_ints(selection.levels[counts > 0])
-    parts = []
-    if not uniform_k(selection):
-        parts.append(write_stream(zigzag(np.diff(counts, prepend=0))))
-    parts.append(write_stream(zigzag(np.diff(levels[:, 0], prepend=_FIRST_LEVEL))))
-    if selection.bits == 2:
-        parts.append(write_stream(levels[:, 1] - levels[:, 0]))
-        parts.append(write_stream(np.diff(np.flatnonzero(selection.high), prepend=-1) - 1))
-    parts.append(np.packbits(selection.negative, bitorder="little").tobytes())
-    gaps = _gaps(selection)
     lengths = chunk_lengths(selection.num_elements, selection.chunk)
-    rice = np.repeat(gap_rice(counts, lengths), counts)
-    parts += [write_unary(gaps >> rice), write_fields(gaps, rice)]
-    return b"".join(parts)
+    sending = np.flatnonzero(counts)
+    levels = as_ints(selection.levels[sending])
+    k = uniform_k(selection, lengths)
+    sections = {}
+    if not k:
+        sections["counts"] = _stream(zigzag(differences(counts, 0)))
+    sections["low"] = _stream(zigzag(differences(levels[:, 0], _FIRST_LEVEL)))
+    if selection.bits == 2:
+        sections["spread"] = _stream(levels[:, 1] - levels[:, 0])
+        sections["highs"] = _stream(differences(np.flatnonzero(selection.high), -1) - 1)
+    sections["signs"] = np.packbits(selection.negative, bitorder="little").tobytes()
+    ends = np.cumsum(counts)[sending]
+    spans = np.zeros_like(counts)
+    spans[sending] = selection.positions[ends - 1] + np.int64(1)
+    rice = gap_rice(counts, spans)
+    sections["drop"] = _stream((gap_rice(counts, lengths) - rice)[sending])
+    gaps = _gaps(selection.positions, ends - counts[sending])
+    sections["gaps"] = _codes(gaps, counts, rice)
+    return k, sections
+
+
+def _stream(values: Ints) -> bytes:
+    r = best_rice(values)
+    return bytes([r]) + _codes(values, np.array([len(values)]), np.array([r]))
+
+
+def _codes(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> bytes:
+    unary, fields = operations().pack(values, counts, rice)
+    return len(unary).to_bytes(4, "little") + unary + fields
+
+
+def _gaps(positions: Codes, first: Ints) -> Codes:
+    """Elements skipped before each value; since the chunk's start for the `first` ones.  # [N]"""
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1] + np.uint16(1)
+    gaps[first] = positions[first]
+    return gaps
 
 
 def read_body(header: Header, body: memoryview) -> Selection:
-    """Inverse of `write_body`; everything is checked.
+    """Inverse of `write_sections`.
 
     Raises:
-        PayloadError: anything that `write_body` cannot have written and that would change the
-            meaning: wrong numbers of codes, positions outside a chunk, levels that are no level.
+        PayloadError: wrong numbers of codes, positions outside a chunk, levels that are none, a
+            section that is cut, set padding bits, bytes after the last section.
     """
     reader = Reader(body)
-    counts = _read_counts(reader, header)
+    lengths = chunk_lengths(header.num_elements, header.chunk)
+    counts = _read_counts(reader, header, lengths)
     levels = _read_levels(reader, header, counts)
     high = np.zeros(header.num_values, np.bool_)
     if header.bits == 2:
         high[_read_highs(reader, header.num_values)] = True
-    negative = reader.bits(header.num_values).view(np.bool_)
-    positions = _read_positions(reader, header, counts)
+    negative = reader.flags(header.num_values)
+    rice = _read_rice(reader, counts, lengths)
+    positions = operations().place(reader.codes(counts, rice), counts, lengths)
+    if positions is None:
+        raise PayloadError("bad_index", "a position outside its chunk")
     reader.finish()
     return Selection(
         num_elements=header.num_elements,
         chunk=header.chunk,
-        bits=header.bits,
         counts=counts,
         positions=positions,
         negative=negative,
@@ -93,23 +125,7 @@ def read_body(header: Header, body: memoryview) -> Selection:
     )
 
 
-def _gaps(selection: Selection) -> Ints:
-    """Elements skipped before each value, from the last value or the chunk's start.  # [N]"""
-    positions = as_ints(selection.positions)
-    gaps = np.diff(positions, prepend=-1) - 1
-    first = _first_values(selection.counts)
-    gaps[first] = positions[first]
-    return gaps
-
-
-def _first_values(counts: Ints) -> Ints:
-    """Where each sending chunk starts among the values."""
-    sending = counts[counts > 0]
-    return np.cumsum(sending) - sending
-
-
-def _read_counts(reader: Reader, header: Header) -> Ints:
-    lengths = chunk_lengths(header.num_elements, header.chunk)
+def _read_counts(reader: Reader, header: Header, lengths: Ints) -> Ints:
     if header.k:
         return np.minimum(header.k, lengths)
     counts = np.cumsum(unzigzag(reader.stream(header.num_chunks)))
@@ -120,12 +136,11 @@ def _read_counts(reader: Reader, header: Header) -> Ints:
     return counts
 
 
-def _read_levels(reader: Reader, header: Header, counts: Ints) -> npt.NDArray[np.uint16]:
+def _read_levels(reader: Reader, header: Header, counts: Ints) -> Codes:
     sending = np.flatnonzero(counts)
-    low = np.cumsum(unzigzag(reader.stream(len(sending)))) + _FIRST_LEVEL
-    columns = [low]
+    columns = [np.cumsum(unzigzag(reader.stream(len(sending)))) + _FIRST_LEVEL]
     if header.bits == 2:
-        columns.append(low + reader.stream(len(sending)))
+        columns.append(columns[0] + reader.stream(len(sending)))
     found = np.stack(columns, axis=1)
     if ((found < 1) | (found > MAX_LEVEL)).any():
         raise PayloadError("bad_level", f"a level code outside 1 to {MAX_LEVEL}")
@@ -141,23 +156,75 @@ def _read_highs(reader: Reader, num_values: int) -> Ints:
     return places
 
 
-def _read_positions(reader: Reader, header: Header, counts: Ints) -> npt.NDArray[np.uint16]:
-    lengths = chunk_lengths(header.num_elements, header.chunk)
-    rice = np.repeat(gap_rice(counts, lengths), counts)
-    gaps = (reader.unary(header.num_values) << rice) | reader.fields(rice)
-    ends = np.cumsum(gaps + 1)
-    first = _first_values(counts)
-    before = np.repeat(ends[first] - gaps[first] - 1, counts[counts > 0])
-    positions = ends - before - 1
-    if (positions >= np.repeat(lengths, counts)).any():
-        raise PayloadError("bad_index", "a position outside its chunk")
-    narrow: npt.NDArray[np.uint16] = positions.astype(np.uint16)
-    return narrow
+def _read_rice(reader: Reader, counts: Ints, lengths: Ints) -> Ints:
+    rice = gap_rice(counts, lengths)
+    sending = counts > 0
+    rice[sending] -= reader.stream(int(sending.sum()))
+    if (rice < 0).any():
+        raise PayloadError("bad_rice", "a chunk's Rice parameter is negative")
+    return rice
 
 
-def read_dense(body: memoryview) -> npt.NDArray[np.float32]:
+def read_dense(body: Buffer) -> Floats:
     """The body of a dense payload: little-endian fp32, all finite."""
     values = np.frombuffer(body, "<f4")
     if not np.isfinite(values).all():
         raise PayloadError("non_finite", "a value is NaN or infinite")
     return values
+
+
+class Reader:
+    """Takes the sections of a body from its start; refuses what is not there."""
+
+    def __init__(self, body: Buffer) -> None:
+        self._left: Bytes = np.frombuffer(body, np.uint8)
+
+    def take(self, count: int) -> Bytes:
+        """The next `count` bytes, a view."""
+        if count > len(self._left):
+            raise PayloadError("truncated", f"{count} bytes needed, {len(self._left)} left")
+        taken, self._left = self._left[:count], self._left[count:]
+        return taken
+
+    def take_bits(self, count: int) -> Bytes:
+        """The next bytes, which hold `count` bits; the rest of the last one must be zero."""
+        packed = self.take(-(-count // 8))
+        if count % 8 and int(packed[-1]) >> count % 8:
+            raise PayloadError("bad_padding", "a bit after the last one of a section is set")
+        return packed
+
+    def flags(self, count: int) -> Bools:
+        """The next `count` bits, as booleans."""
+        bits = np.unpackbits(self.take_bits(count), count=count, bitorder="little")
+        return bits.view(np.bool_)
+
+    def codes(self, counts: Ints, rice: Ints) -> Ints:
+        """The next Rice codes: runs of `counts[i]` values with parameter `rice[i]`."""
+        return self._codes(self._unary(), counts, rice)
+
+    def stream(self, count: int | None) -> Ints:
+        """The next stream with its own parameter; `count` values, None: as many as there are."""
+        r = int(self.take(1)[0])
+        if r > MAX_RICE:
+            raise PayloadError("bad_rice", f"Rice parameter {r}; allowed: 0 to {MAX_RICE}")
+        unary = self._unary()
+        found = int(np.bitwise_count(unary).sum()) if count is None else count
+        return self._codes(unary, np.array([found]), np.array([r]))
+
+    def _unary(self) -> Bytes:
+        unary = self.take(int.from_bytes(self.take(4).tobytes(), "little"))
+        if len(unary) and not unary[-1]:
+            raise PayloadError("bad_padding", "a unary part ends in a zero byte")
+        return unary
+
+    def _codes(self, unary: Bytes, counts: Ints, rice: Ints) -> Ints:
+        fields = self.take_bits(int((counts * rice).sum()))
+        values = operations().unpack(unary, fields, counts, rice)
+        if values is None:
+            raise PayloadError("bad_count", f"not {counts.sum()} codes in {len(unary)} bytes")
+        return values
+
+    def finish(self) -> None:
+        """Refuse what is left."""
+        if len(self._left):
+            raise PayloadError("trailing_bytes", f"{len(self._left)} bytes after the last section")

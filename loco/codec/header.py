@@ -31,6 +31,7 @@ REASONS = (
     "bad_level",
     "bad_magic",
     "bad_padding",
+    "bad_rice",
     "non_finite",
     "trailing_bytes",
     "truncated",

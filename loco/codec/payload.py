@@ -1,20 +1,22 @@
 """Encode and decode one payload: Q(TopK(a)) as bytes, and back.
 
-SparseLoCo (arXiv 2508.15706, section 3): v = Q(TopK(a)) per chunk. No torch is imported here: core
-data are NumPy arrays, CPU tensors are viewed without a copy, `dense()` imports torch when called.
+No torch is imported here: core data are NumPy arrays, CPU tensors are viewed without a copy, and
+`dense()` imports torch when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from loco.codec.body import chunk_lengths, read_body, read_dense, uniform_k, write_body
+from loco.codec.backend import operations
+from loco.codec.body import read_body, read_dense, write_sections
 from loco.codec.header import (
     DENSE_BITS,
     HEADER_BYTES,
@@ -26,16 +28,16 @@ from loco.codec.header import (
     write_header,
 )
 from loco.codec.rice import Ints
-from loco.codec.selection import Floats, Selection, magnitudes, quantize, top_k_mask
+from loco.codec.selection import Floats, Selection, chunk_lengths, concatenate
 from loco.errors import NonFiniteError, PayloadError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 18  # the work is cut in blocks of whole chunks, about 1 MiB of fp32 each
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Decoded:
     """A flat vector that is zero outside `indices`."""
 
@@ -61,7 +63,7 @@ class Decoded:
     @property
     def num_values(self) -> int:
         """How many values are sent."""
-        return self.num_elements if self.selection is None else len(self.selection.positions)
+        return self.num_elements if self.selection is None else self.selection.num_values
 
     def dense(self) -> Tensor:
         """The whole vector, zeros included.  # [num_elements] fp32, on the CPU"""
@@ -72,7 +74,7 @@ class Decoded:
         return torch.from_numpy(flat)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded(Decoded):
     """A payload, and what whoever decodes it will see."""
 
@@ -80,7 +82,12 @@ class Encoded(Decoded):
 
 
 def encode(
-    a: Tensor | Floats, *, k: int | npt.ArrayLike = 64, bits: int = 2, chunk: int = 4096
+    a: Tensor | Floats,
+    *,
+    k: int | npt.ArrayLike = 64,
+    bits: int = 2,
+    chunk: int = 4096,
+    num_threads: int = 1,
 ) -> Encoded:
     """Q(TopK(a)) as bytes: the k largest of each chunk, sign and magnitude level.
 
@@ -90,6 +97,7 @@ def encode(
             sends min(k, its non-zeros). Among equals the lowest index goes first.
         bits: 2 (sign and one of two levels a chunk) or 1 (sign and the chunk's one level).
         chunk: elements a chunk, 1 to 32768; the last one may be short.
+        num_threads: threads that share the work; the bytes do not depend on it.
 
     Raises:
         NonFiniteError: names the first index that is NaN or infinite.
@@ -98,11 +106,13 @@ def encode(
     flat = as_flat(a)
     ks = chunk_ks(k, len(flat), chunk)
     check_bits(bits)
-    parts = [
-        select(flat[start:stop], ks[first:last], bits=bits, chunk=chunk, offset=start)
-        for start, stop, first, last in blocks(len(flat), chunk)
-    ]
-    selection = join(parts, num_elements=len(flat), bits=bits, chunk=chunk)
+    cuts = cut_blocks(len(flat), chunk, num_threads)
+    check_finite(cuts, num_threads, lambda cut: operations().first_non_finite(flat[cut.elements]))
+
+    def select(cut: Cut) -> Selection:
+        return operations().select(flat[cut.elements], ks[cut.chunks], bits=bits, chunk=chunk)
+
+    selection = concatenate(in_threads(select, cuts, num_threads))
     return Encoded(num_elements=len(flat), selection=selection, payload=to_bytes(selection))
 
 
@@ -111,9 +121,12 @@ def encode_dense(a: Tensor | Floats) -> Encoded:
 
     Raises:
         NonFiniteError: names the first index that is NaN or infinite.
+        ValueError: a not fp32.
     """
     flat = as_flat(a).copy()
-    check_finite(flat, 0)
+    first = operations().first_non_finite(flat)
+    if first >= 0:
+        refuse_non_finite(first)
     body = flat.astype("<f4", copy=False).tobytes()
     header = write_header(
         bits=DENSE_BITS, chunk=0, k=0, num_elements=len(flat), num_values=len(flat), body=body
@@ -149,9 +162,12 @@ def decode_add(
     """
     decoded = decode(payload, len(acc))
     rounded = np.float32(weight)
-    acc[decoded.indices] += rounded * decoded.values
+    if decoded.selection is not None:
+        operations().add(acc, weight_acc, rounded, decoded.selection)
+        return decoded.num_values
+    acc += rounded * decoded.values
     if weight_acc is not None:
-        weight_acc[decoded.indices] += rounded
+        weight_acc += rounded
     return decoded.num_values
 
 
@@ -159,15 +175,13 @@ def open_payload(payload: Buffer, num_elements: int) -> tuple[Header, memoryview
     """Header and body of exactly one payload, sizes and checksums checked."""
     header = peek(payload)
     if header.num_elements != num_elements:
-        raise PayloadError(
-            "wrong_size", f"{header.num_elements} elements; {num_elements} expected here"
-        )
+        raise PayloadError("wrong_size", f"{header.num_elements} elements, not {num_elements}")
     whole = memoryview(payload).cast("B")
     if len(whole) < header.length:
         raise PayloadError("truncated", f"{len(whole)} of {header.length} bytes")
     if len(whole) > header.length:
         raise PayloadError("trailing_bytes", f"{len(whole)} bytes; the header says {header.length}")
-    body = whole[-(header.length - HEADER_BYTES) :] if header.length > HEADER_BYTES else whole[:0]
+    body = whole[HEADER_BYTES:]
     if checksum(body) != header.body_checksum:
         raise PayloadError("bad_checksum", "the body does not match its checksum")
     return header, body
@@ -175,66 +189,58 @@ def open_payload(payload: Buffer, num_elements: int) -> tuple[Header, memoryview
 
 def to_bytes(selection: Selection) -> bytes:
     """Header and body of a selection."""
-    body = write_body(selection)
+    k, sections = write_sections(selection)
+    body = b"".join(sections.values())
     header = write_header(
         bits=selection.bits,
         chunk=selection.chunk,
-        k=uniform_k(selection),
+        k=k,
         num_elements=selection.num_elements,
-        num_values=len(selection.positions),
+        num_values=selection.num_values,
         body=body,
     )
     return header + body
 
 
-def blocks(num_elements: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cuts of whole chunks: start and stop in elements, first and last in chunks."""
-    per_block = max(1, BLOCK_ELEMENTS // chunk)
+@dataclass(frozen=True)
+class Cut:
+    """A range of whole chunks that is worked on at a time."""
+
+    elements: slice
+    chunks: slice
+
+
+def cut_blocks(num_elements: int, chunk: int, num_threads: int) -> list[Cut]:
+    """The cuts of a flat buffer, in order; at least one, and one for each thread if possible."""
     num_chunks = -(-num_elements // chunk)
-    for first in range(0, num_chunks, per_block):
-        last = min(first + per_block, num_chunks)
-        yield first * chunk, min(last * chunk, num_elements), first, last
+    per_thread = -(-num_chunks // num_threads)
+    per_block = max(1, min(operations().BLOCK_ELEMENTS // chunk, per_thread))
+    return [
+        Cut(
+            slice(first * chunk, min((first + per_block) * chunk, num_elements)),
+            slice(first, min(first + per_block, num_chunks)),
+        )
+        for first in range(0, max(num_chunks, 1), per_block)
+    ]
 
 
-def select(flat: Floats, ks: Ints, *, bits: int, chunk: int, offset: int) -> Selection:
-    """Top-k and quantization of one block of chunks; `offset` is for the error message."""
-    check_finite(flat, offset)
-    mag = magnitudes(flat)
-    whole = len(flat) // chunk
-    mask = np.zeros(len(flat), np.bool_)
-    full = whole * chunk
-    mask[:full] = top_k_mask(mag[:full].reshape(whole, chunk), ks[:whole]).reshape(-1)
-    if full < len(flat):
-        mask[full:] = top_k_mask(mag[None, full:], ks[whole:])[0]
-    sent = np.flatnonzero(mask)
-    counts = np.bincount(sent // chunk, minlength=len(ks))
-    high, levels = quantize(mag[sent], counts, bits)
-    return Selection(
-        num_elements=len(flat),
-        chunk=chunk,
-        bits=bits,
-        counts=counts,
-        positions=(sent % chunk).astype(np.uint16),
-        negative=np.signbit(flat[sent]),
-        high=high,
-        levels=levels,
-    )
+def in_threads(work: Callable[[Cut], T], cuts: Sequence[Cut], num_threads: int) -> list[T]:
+    """`work` on every cut, by `num_threads` threads; the results in the order of `cuts`."""
+    if num_threads == 1 or len(cuts) == 1:
+        return [work(cut) for cut in cuts]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(work, cuts))
 
 
-def join(parts: list[Selection], *, num_elements: int, bits: int, chunk: int) -> Selection:
-    """Selections of consecutive blocks as one."""
-    empty = select(np.zeros(0, np.float32), np.zeros(0, np.int64), bits=bits, chunk=chunk, offset=0)
-    parts = parts or [empty]
-    return Selection(
-        num_elements=num_elements,
-        chunk=chunk,
-        bits=bits,
-        counts=np.concatenate([part.counts for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        negative=np.concatenate([part.negative for part in parts]),
-        high=np.concatenate([part.high for part in parts]),
-        levels=np.concatenate([part.levels for part in parts]),
-    )
+def check_finite(cuts: Sequence[Cut], num_threads: int, first_bad: Callable[[Cut], int]) -> None:
+    """Name the first element that is NaN or infinite; `first_bad` finds it inside a cut, or -1."""
+    for cut, found in zip(cuts, in_threads(first_bad, cuts, num_threads), strict=True):
+        if found >= 0:
+            refuse_non_finite(cut.elements.start + found)
+
+
+def refuse_non_finite(index: int) -> NoReturn:
+    raise NonFiniteError(f"element {index} is NaN or infinite; nothing was encoded")
 
 
 def as_flat(a: Tensor | Floats) -> Floats:
@@ -242,7 +248,7 @@ def as_flat(a: Tensor | Floats) -> Floats:
     array = a if isinstance(a, np.ndarray) else a.detach().cpu().numpy()
     if array.dtype != np.float32:
         raise ValueError(f"dtype {array.dtype}: the codec takes float32; convert before encoding")
-    return array.reshape(-1)
+    return np.ascontiguousarray(array).reshape(-1)
 
 
 def chunk_ks(k: int | npt.ArrayLike, num_elements: int, chunk: int) -> Ints:
@@ -253,22 +259,15 @@ def chunk_ks(k: int | npt.ArrayLike, num_elements: int, chunk: int) -> Ints:
     ks = np.asarray(k)
     if ks.dtype.kind not in "iu" or ks.shape not in ((), lengths.shape):
         raise ValueError(
-            f"k of shape {ks.shape}: one integer, or one for each of {len(lengths)} chunks"
+            f"k of type {ks.dtype}, shape {ks.shape}: one integer, or one for each chunk "
+            f"({len(lengths)})"
         )
     if ks.size and (ks.min() < 0 or ks.max() > chunk):
         raise ValueError(f"k from {ks.min()} to {ks.max()}: allowed are 0 to chunk = {chunk}")
-    return np.broadcast_to(ks.astype(np.int64), lengths.shape)
+    return np.ascontiguousarray(np.broadcast_to(ks.astype(np.int64), lengths.shape))
 
 
 def check_bits(bits: int) -> None:
     """Refuse anything but 1 and 2."""
     if bits not in (1, 2):
         raise ValueError(f"bits {bits}: allowed are 1 and 2 (encode_dense sends whole numbers)")
-
-
-def check_finite(flat: Floats, offset: int) -> None:
-    """Name the first element that is NaN or infinite."""
-    finite = np.isfinite(flat)
-    if not finite.all():
-        first = int(np.argmin(finite))
-        raise NonFiniteError(f"element {offset + first} is {flat[first]}; nothing was encoded")

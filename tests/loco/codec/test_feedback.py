@@ -48,20 +48,35 @@ def test_tensors_are_updated_in_place() -> None:
     assert ef.numpy().tobytes() == arrays[2].tobytes()
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("bits", [2, 32])
-def test_ef_is_unchanged_when_something_is_not_finite(which: int, bits: int) -> None:
-    buffers = three(600_000)
-    buffers[which][599_990] = np.nan
-    before = buffers[2].tobytes()
-    with pytest.raises(NonFiniteError, match="element 599990 is nan"):
-        codec.encode_feedback(*buffers, bits=bits)
-    assert buffers[2].tobytes() == before
+def test_a_step_that_diverged_leaves_ef_unchanged(bits: int) -> None:
+    theta, params, ef = three(600_000)
+    params[599_990:] = np.nan
+    before = ef.tobytes()
+    with pytest.raises(NonFiniteError, match="element 599990 is NaN"):
+        codec.encode_feedback(theta, params, ef, bits=bits)
+    assert ef.tobytes() == before
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_damaged_state_is_named_and_ef_holds_a_where_it_was_updated(which: int) -> None:
+    theta, params, ef = buffers = three(600_000)
+    buffers[which][400_000] = np.inf
+    before = ef.copy()
+    a = np.float32(0.95) * ef + (theta - params)
+    with pytest.raises(NonFiniteError, match="element 400000 is NaN or infinite"):
+        codec.encode_feedback(theta, params, ef)
+    updated = ef.view(np.uint32) == a.view(np.uint32)
+    assert updated[:390_000].all()
+    assert (updated | (ef.view(np.uint32) == before.view(np.uint32))).all()
 
 
 def test_overflow_of_finite_inputs_is_not_finite() -> None:
     ef = np.zeros(10, np.float32)
-    with np.errstate(over="ignore"), pytest.raises(NonFiniteError, match="element 3 is inf"):
+    with (
+        np.errstate(over="ignore"),
+        pytest.raises(NonFiniteError, match="element 3 is NaN or infinite"),
+    ):
         codec.encode_feedback(
             *(np.where(np.arange(10) == 3, x, 0).astype(np.float32) for x in (3e38, -3e38)), ef
         )

@@ -1,0 +1,131 @@
+"""The operations of `loco.codec.reference`, compiled by Numba: same arguments, same bits.
+
+Only `loco.codec.backend.warm_up` imports this module, so nobody waits for Numba unasked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loco.codec import reference
+from loco.codec.numba_codes import (
+    add_chunks,
+    pack_runs,
+    place_chunks,
+    unary_bits,
+    unpack_runs,
+)
+from loco.codec.numba_select import INFINITE, largest, run_block
+from loco.codec.numba_tools import Words
+from loco.codec.rice import Bytes, Ints
+from loco.codec.selection import Codes, Feedback, Floats, Selection, level_values
+
+BLOCK_ELEMENTS = 1 << 22  # bounds nothing but the arrays of what is sent
+
+
+def first_non_finite(a: Floats) -> int:
+    return -1 if largest(a.view(np.uint32)) < INFINITE else reference.first_non_finite(a)
+
+
+def feedback(
+    theta: Floats, params: Floats, ef: Floats, ks: Ints, *, beta: np.float32, bits: int, chunk: int
+) -> Feedback:
+    return _run(theta, params, ef, ks, beta=beta, bits=bits, chunk=chunk, subtract=True)
+
+
+def select(a: Floats, ks: Ints, *, bits: int, chunk: int) -> Selection:
+    zero = np.float32(0)
+    done = _run(a[:0], a[:0], a, ks, beta=zero, bits=bits, chunk=chunk, subtract=False)
+    return done.selection
+
+
+def _run(
+    theta: Floats,
+    params: Floats,
+    a: Floats,
+    ks: Ints,
+    *,
+    beta: np.float32,
+    bits: int,
+    chunk: int,
+    subtract: bool,
+) -> Feedback:
+    most = int(np.minimum(ks, chunk).sum())
+    counts, levels = np.empty(len(ks), np.int64), np.empty((len(ks), bits), np.uint16)
+    positions = np.empty(most, np.uint16)
+    negative, high = np.empty(most, np.bool_), np.empty(most, np.bool_)
+    originals = np.empty(most if subtract else 0, np.float32)
+    num, norm_sq, bad = 0, 0.0, -1
+    if len(ks):
+        num, norm_sq, bad = run_block(
+            theta, params, a, beta, subtract, ks, chunk,
+            counts, positions, negative, high, originals, levels,
+        )  # fmt: skip
+    return Feedback(
+        selection=Selection(
+            num_elements=len(a),
+            chunk=chunk,
+            counts=counts,
+            positions=positions[:num],
+            negative=negative[:num],
+            high=high[:num],
+            levels=levels,
+        ),
+        originals=originals[:num],
+        norm_sq=norm_sq,
+        bad=bad if bad < 0 else bad * chunk + reference.first_non_finite(a[bad * chunk :]),
+    )
+
+
+def pack(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> tuple[bytes, bytes]:
+    bits = int(unary_bits(values, counts, rice)), int((counts * rice).sum())
+    unary, fields = (np.zeros(size // 64 + 1, np.uint64) for size in bits)
+    pack_runs(values, counts, rice, unary, fields)
+    return _first_bytes(unary, bits[0]), _first_bytes(fields, bits[1])
+
+
+def _first_bytes(words: Words, bits: int) -> bytes:
+    return words.astype("<u8", copy=False).view(np.uint8)[: -(-bits // 8)].tobytes()
+
+
+def unpack(unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints | None:
+    values = np.empty(int(counts.sum()), np.int64)
+    whole = unpack_runs(_as_words(unary), _as_words(fields), counts, rice, values)
+    return values if whole else None
+
+
+def _as_words(data: Bytes) -> Words:
+    padded = np.zeros(len(data) // 8 + 1, "<u8")
+    padded.view(np.uint8)[: len(data)] = data
+    return padded.astype(np.uint64, copy=False)
+
+
+def place(gaps: Ints, counts: Ints, lengths: Ints) -> Codes | None:
+    positions = np.empty(len(gaps), np.uint16)
+    return positions if place_chunks(gaps, counts, lengths, positions) else None
+
+
+def add(acc: Floats, weight_acc: Floats | None, weight: np.float32, selection: Selection) -> None:
+    levels = level_values(selection.levels)
+    weighted = weight_acc is not None
+    add_chunks(
+        acc, acc if weight_acc is None else weight_acc, weighted, weight, selection.counts,
+        selection.chunk, selection.positions, selection.negative, selection.high, levels,
+    )  # fmt: skip
+
+
+def compile_all() -> None:
+    """Compile every operation for the types it will meet, or load it from Numba's cache."""
+    a = np.arange(-70, 70, dtype=np.float32)
+    ks, three = np.array([3, 3, 1]), np.array([3])
+    half = np.float32(0.5)
+    first_non_finite(a)
+    for bits in (1, 2):
+        feedback(a, a, a.copy(), ks, beta=half, bits=bits, chunk=64)
+        add(a.copy(), a.copy(), half, select(a, ks, bits=bits, chunk=64))
+    for values in (np.arange(3), np.arange(3, dtype=np.uint16)):
+        unary, fields = (np.frombuffer(part, np.uint8) for part in pack(values, three, three))
+        gaps = unpack(unary, fields, three, three)
+        assert gaps is not None
+        place(gaps, three, three)

@@ -1,0 +1,123 @@
+"""Rice codes, positions and sums over sent values, compiled: the rest of `reference`."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loco.codec.numba_tools import Scalar, Words, jit, lowest_bit
+from loco.codec.rice import Ints
+from loco.codec.selection import Bools, Codes, Floats
+
+_ONE, _SIX, _WORD = np.uint64(1), np.uint64(6), np.uint64(64)
+
+
+@jit
+def unary_bits(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> Scalar:
+    """Length of the unary part."""
+    bits, start = np.int64(0), 0
+    for c in range(len(counts)):
+        run = values[start : start + counts[c]]
+        for j in range(len(run)):
+            bits += np.int64(run[j]) >> rice[c]
+        start += counts[c]
+    return bits + start
+
+
+@jit
+def pack_runs(
+    values: npt.NDArray[np.integer], counts: Ints, rice: Ints, unary: Words, fields: Words
+) -> None:
+    """Rice codes into zeroed words."""
+    u, f, start = np.uint64(0), np.uint64(0), 0
+    for c in range(len(counts)):
+        r = np.uint64(rice[c])
+        low_bits = (_ONE << r) - _ONE
+        run = values[start : start + counts[c]]
+        start += counts[c]
+        for j in range(len(run)):
+            value = np.uint64(run[j])
+            u += value >> r
+            unary[u >> _SIX] |= _ONE << (u & np.uint64(63))
+            u += _ONE
+            field, at = value & low_bits, f & np.uint64(63)
+            fields[f >> _SIX] |= field << at
+            if at + r > _WORD:
+                fields[(f >> _SIX) + _ONE] |= field >> (_WORD - at)
+            f += r
+
+
+@jit
+def unpack_runs(unary: Words, fields: Words, counts: Ints, rice: Ints, values: Ints) -> bool:
+    """Inverse of `pack_runs`; False if there are fewer codes than values, or more."""
+    if len(values) == 0:
+        return len(unary) == 0 or not unary.any()
+    w, i, f, last = 0, np.uint64(0), np.uint64(0), np.uint64(0)
+    mask = unary[0] if len(unary) else np.uint64(0)
+    for c in range(len(counts)):
+        r = np.uint64(rice[c])
+        low_bits = (_ONE << r) - _ONE
+        for _ in range(counts[c]):
+            while mask == 0:
+                w += 1
+                if w >= len(unary):
+                    return False
+                mask = unary[w]
+            end = np.uint64(w) * _WORD + lowest_bit(mask)
+            mask &= mask - _ONE
+            at = f & np.uint64(63)
+            field = fields[f >> _SIX] >> at
+            if at + r > _WORD:
+                field |= fields[(f >> _SIX) + _ONE] << (_WORD - at)
+            f += r
+            values[i] = ((end - last) << r) | (field & low_bits)
+            i += _ONE
+            last = end + _ONE
+    return mask == 0 and not unary[w + 1 :].any()
+
+
+@jit
+def place_chunks(gaps: Ints, counts: Ints, lengths: Ints, positions: Codes) -> bool:
+    start = 0
+    for c in range(len(counts)):
+        end = start + counts[c]
+        run, out = gaps[start:end], positions[start:end]
+        position = np.int64(-1)
+        for j in range(len(run)):
+            position += run[j] + 1
+            out[j] = position
+        if position >= lengths[c]:
+            return False
+        start = end
+    return True
+
+
+@jit
+def add_chunks(
+    acc: Floats,
+    weight_acc: Floats,
+    weighted: bool,
+    weight: Scalar,
+    counts: Ints,
+    chunk: Scalar,
+    positions: Codes,
+    negative: Bools,
+    high: Bools,
+    levels: Floats,
+) -> None:
+    """acc += weight * values and, if `weighted`, weight_acc += weight, where values are sent.
+
+    Both in one loop, because most of the time goes into waiting for lines of memory: two at once.
+    """
+    out = np.uint64(0)
+    for c in range(len(counts)):
+        low, upper = weight * levels[c, 0], weight * levels[c, -1]
+        part = acc[c * chunk : (c + 1) * chunk]
+        weight_part = weight_acc[c * chunk : (c + 1) * chunk]
+        for _ in range(counts[c]):
+            place = np.uint64(positions[out])
+            value = upper if high[out] else low
+            part[place] += -value if negative[out] else value
+            if weighted:
+                weight_part[place] += weight
+            out += _ONE
