@@ -1,11 +1,10 @@
-"""What happened round after round, for the page, `loco status` and `loco report`.
+"""Numbers by round and site, for the page, `loco status` and `loco report`.
 
-The times and bytes of rounds are a fold over the journal, so a coordinator that comes back has
-them again. What sites tell of a round (loss, phases) is not in the journal, because no decision
-depends on it; it is kept in history.sqlite beside it. Without that file a run goes on, and the
-plots of its past lack losses and phases.
+No decision of the run depends on them, so they are not in the journal (which is compacted besides):
+they are written to history.sqlite about once a second, and a coordinator that comes back has them
+again. A crash loses the last second of plots; without the file the plots begin anew.
 
-Bounded: the last 1,000 rounds, 80 kB a site, whatever the length of the run.
+Bounded: the last 1,000 rounds, 90 kB a site, whatever the length of the run.
 """
 
 from __future__ import annotations
@@ -20,16 +19,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.events import Event, RoundClosed, RoundCommitted, RoundOpened, ShardStored
 from loco.metrics import PHASES
 
+HISTORY_FILE = "history.sqlite"  # in the state directory
 MAX_ROUNDS = 1000
-# Columns that the journal gives, and those that are stored.
-_OF_RUN = ("opened_at", "closed_at", "committed_at", "update_bytes", "num_included")
-_OF_RUN_STORED = ("validation_bits_per_byte", "update_norm", "update_density", "support_overlap")
-_OF_SITE = ("contribution_bytes", "tokens", "included")
-_OF_SITE_STORED = ("train_bits_per_byte", "ef_norm", *PHASES)
-RUN = ""  # no site has this name
+RUN = ""  # as the name of a site: the run itself; no site has this name
+RUN_COLUMNS = (
+    "opened_at",  # Unix seconds, as the next two
+    "closed_at",
+    "committed_at",
+    "num_included",
+    "update_bytes",
+    "update_norm",
+    "update_density",
+    "support_overlap",
+    "validation_bits_per_byte",
+)
+SITE_COLUMNS = ("train_bits_per_byte", "contribution_bytes", "ef_norm", *PHASES)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS told (
@@ -77,95 +83,64 @@ class Columns:
 class History:
     """Columns of the run and of each site, over the last rounds."""
 
-    def __init__(self, journaled: Iterable[tuple[float, Event]]) -> None:
-        """`journaled` is what the journal replays: (Unix seconds, event)."""
-        self.run = Columns((*_OF_RUN, *_OF_RUN_STORED))
+    def __init__(self) -> None:
+        self.run = Columns(RUN_COLUMNS)
         self.sites: dict[str, Columns] = {}
         self._stop = 1  # one past the newest round: theta of round 0 is there from the start
-        self._incarnations: dict[str, int] = {}  # of the contributions to the open round
-        self._told: set[tuple[int, str]] = set()  # not yet written
-        for at, event in journaled:
-            self.observe(event, at)
+        self._unwritten: set[tuple[int, str]] = set()
 
     @property
     def rounds(self) -> range:
         """The rounds that are remembered, up to the one whose theta is the newest."""
         return range(max(0, self._stop - MAX_ROUNDS), self._stop)
 
-    def observe(self, event: Event, at: float) -> None:
-        """Take up one journaled event of time `at`."""
-        match event:
-            case RoundOpened():
-                if math.isnan(self.run.get("opened_at", event.round)):  # else opened wider
-                    self.run.set("opened_at", event.round, at)
-            case ShardStored():
-                self._stored(event)
-            case RoundClosed():
-                self.run.set("closed_at", event.round, at)
-                self.run.set("num_included", event.round, len(event.included))
-                for name in event.included:
-                    self._site(name).set("included", event.round, 1)
-            case RoundCommitted():
-                self.run.set("committed_at", event.round, at)
-                self.run.set("update_bytes", event.round, event.update_bytes)
-                self._begin(event.round + 1)
-
-    def _begin(self, round_: int) -> None:
-        self._stop = round_ + 1
-        self._incarnations.clear()
-        self.run.clear(round_)
-        for name, columns in list(self.sites.items()):
-            columns.clear(round_)
-            if columns.empty:
-                del self.sites[name]
-
-    def _stored(self, event: ShardStored) -> None:
-        columns = self._site(event.site)
-        if self._incarnations.get(event.site) != event.incarnation:
-            self._incarnations[event.site] = event.incarnation
-            columns.set("contribution_bytes", event.round, 0)
-            columns.set("tokens", event.round, event.tokens)
-        columns.add("contribution_bytes", event.round, event.size_bytes)
-
-    def _site(self, name: str) -> Columns:
-        if name not in self.sites:
-            self.sites[name] = Columns((*_OF_SITE, *_OF_SITE_STORED))
-        return self.sites[name]
-
-    # --- what is told, not journaled ------------------------------------------------------------
+    def reach(self, round_: int) -> None:
+        """The run has come to this round: the oldest ones are forgotten."""
+        for new in range(max(self._stop, round_ + 1 - MAX_ROUNDS), round_ + 1):
+            for columns in (self.run, *self.sites.values()):
+                columns.clear(new)
+        self._stop = max(self._stop, round_ + 1)
+        self.sites = {name: columns for name, columns in self.sites.items() if not columns.empty}
 
     def tell(self, site: str, round_: int, **values: float) -> None:
-        """Set columns of a site, or of the run (`RUN`); a round out of range is forgotten."""
+        """Set columns of a site, or of the run (`RUN`); a round that is not remembered is left."""
         if round_ in self.rounds:
-            columns = self._site(site) if site else self.run
             for name, value in values.items():
-                columns.set(name, round_, value)
-            self._told.add((round_, site))
+                self._columns(site).set(name, round_, value)
+            self._unwritten.add((round_, site))
 
     def tell_phase(self, site: str, round_: int, phase: str, seconds: float) -> None:
         """Add to the time that a site spent in a phase of a round."""
         if round_ in self.rounds:
-            self._site(site).add(phase, round_, seconds)
-            self._told.add((round_, site))
+            self._columns(site).add(phase, round_, seconds)
+            self._unwritten.add((round_, site))
 
-    def take_told(self) -> list[tuple[int, str, str]]:
-        """What was told since the last call, as rows of the table."""
-        told, self._told = self._told, set()
+    def _columns(self, site: str) -> Columns:
+        if site == RUN:
+            return self.run
+        return self.sites.setdefault(site, Columns(SITE_COLUMNS))
+
+    # --- to and from the file -------------------------------------------------------------------
+
+    def take_unwritten(self) -> list[tuple[int, str, str]]:
+        """What has changed since the last call, as rows of the table."""
+        changed, self._unwritten = self._unwritten, set()
         return [
             (round_, site, json.dumps(dict(self._known(round_, site))))
-            for round_, site in sorted(told)
-            if round_ in self.rounds and (not site or site in self.sites)
+            for round_, site in sorted(changed)
+            if round_ in self.rounds
         ]
 
     def restore(self, rows: Iterable[tuple[int, str, str]]) -> None:
-        """The inverse of `take_told`."""
+        """The inverse of `take_unwritten`; rows are ordered by round."""
         for round_, site, body in rows:
+            self.reach(round_)
             self.tell(site, round_, **json.loads(body))
-        self._told.clear()
+        self._unwritten.clear()
 
     def _known(self, round_: int, site: str) -> Iterator[tuple[str, float]]:
-        columns = self.sites[site] if site else self.run
-        for name in _OF_SITE_STORED if site else _OF_RUN_STORED:
+        columns = self._columns(site)
+        for name in SITE_COLUMNS if site else RUN_COLUMNS:
             value = columns.get(name, round_)
             if not math.isnan(value):
                 yield name, value
@@ -182,19 +157,33 @@ class History:
         return {phase: seconds for phase, seconds in sums.items() if seconds}
 
     def document(self, since: int) -> dict[str, object]:
-        """The rounds from `since` on, column by column, as JSON has it; null is "not known"."""
+        """The rounds from `since` on, column by column, for JSON; None is "not known".
+
+        EF norm and phases are means over the sites, or 64 sites would take megabytes.
+        """
         rounds = range(max(since, self.rounds.start), self.rounds.stop)
-        run = (*_OF_RUN, *_OF_RUN_STORED)
-        site = ("train_bits_per_byte", "contribution_bytes", "ef_norm", *PHASES)
         return {
             "first_round": rounds.start,
             "num_rounds": len(rounds),
-            "run": {name: _plain(self.run.series(name, rounds)) for name in run},
+            "run": {name: _plain(self.run.series(name, rounds)) for name in RUN_COLUMNS},
+            "mean": {name: _plain(self._mean(name, rounds)) for name in ("ef_norm", *PHASES)},
             "sites": {
-                name: {column: _plain(columns.series(column, rounds)) for column in site}
+                name: {
+                    column: _plain(columns.series(column, rounds))
+                    for column in ("train_bits_per_byte", "contribution_bytes")
+                }
                 for name, columns in sorted(self.sites.items())
             },
         }
+
+    def _mean(self, name: str, rounds: range) -> npt.NDArray[np.float64]:
+        """Mean over the sites that know it [len(rounds)] fp64."""
+        values = np.array([columns.series(name, rounds) for columns in self.sites.values()])
+        mean: npt.NDArray[np.float64] = np.full(len(rounds), np.nan)
+        if len(values):
+            known = (~np.isnan(values)).sum(0)
+            np.divide(np.nansum(values, axis=0), known, out=mean, where=known > 0)
+        return mean
 
 
 def _plain(values: npt.NDArray[np.float64]) -> list[float | int | None]:
@@ -211,7 +200,7 @@ def _short(value: float) -> float | int | None:
 
 
 class HistoryFile:
-    """history.sqlite: what sites told. One writer; never on the event loop."""
+    """history.sqlite. One writer; never on the event loop."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
@@ -220,12 +209,10 @@ class HistoryFile:
         self._db.execute("PRAGMA synchronous=NORMAL")  # a lost second of plots is no loss
         self._db.executescript(_SCHEMA)
 
-    def read(self, rounds: range) -> list[tuple[int, str, str]]:
+    def read(self) -> list[tuple[int, str, str]]:
+        """All rows, oldest round first."""
         with self._lock:
-            where = (rounds.start, rounds.stop)
-            return self._db.execute(
-                "SELECT round, site, body FROM told WHERE round >= ? AND round < ?", where
-            ).fetchall()
+            return self._db.execute("SELECT round, site, body FROM told ORDER BY round").fetchall()
 
     def write(self, rows: list[tuple[int, str, str]], oldest_round: int) -> None:
         """Store rows, and forget the rounds before the oldest."""

@@ -21,23 +21,31 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from coordinator.events import (
     Event,
+    HoldChanged,
     Recovered,
     RoundClosed,
     RoundCommitted,
+    RoundOpened,
     Say,
+    SettingChanged,
     ShardStored,
+    SiteEvicted,
     SiteJoined,
     SiteLeft,
     SiteLost,
+    SiteQuarantined,
+    SiteReadmitted,
+    SnapshotRequested,
 )
-from coordinator.history import RUN, History, HistoryFile
+from coordinator.history import HISTORY_FILE, RUN, History, HistoryFile
 from coordinator.measure import directory_bytes, measure_update, support_overlap
 from coordinator.state import State, Update
 from coordinator.status import status_document
 from coordinator.store import Store
 from coordinator.told import Told
 from loco.log import log_fields
-from loco.metrics import DIRECTIONS, PHASES, STATES, CoordinatorMetrics
+from loco.metrics import ORDERS, PHASES, STATES, CoordinatorMetrics
+from loco.outer import alpha_at, k_at
 from loco.wire.v1 import coordinator_pb2 as pb
 
 log = logging.getLogger("loco.coordinator")
@@ -78,9 +86,10 @@ class Monitor:
         self._unmeasured: dict[int, dict[str, int]] = {}  # round -> values by included site
         self._disk_at = -math.inf
         self._visible: dict[str, float | None] = {}  # sites with series -> when they departed
-        self.history = History(store.journal.replay(after=0))
-        self._file = HistoryFile(store.directory / "history.sqlite")
-        self.history.restore(self._file.read(self.history.rounds))
+        self.history = History()
+        self._file = HistoryFile(store.directory / HISTORY_FILE)
+        self.history.restore(self._file.read())
+        self._inner_steps = store.config.inner.steps
         self._describe_run()
 
     def _describe_run(self) -> None:
@@ -97,6 +106,8 @@ class Monitor:
             run.rejections.labels(reason.removeprefix("REFUSAL_REASON_").lower())
         for phase in PHASES:
             run.phase_seconds.labels(phase)
+        for order in ORDERS:
+            run.orders.labels(order)
 
     # --- what happens to the run ----------------------------------------------------------------
 
@@ -104,27 +115,42 @@ class Monitor:
         """Called by the engine after every change of the state."""
         now = self._clock()
         log_fields(round=state.round, phase=state.phase)
-        if isinstance(event, Event) and event.durable:
-            self.history.observe(event, now)
         match event:
             case Say(message=message):
                 self._note("late", message, level=logging.WARNING)
+            case Recovered():
+                self._recovered(state)
+            case RoundOpened():
+                if math.isnan(self.history.run.get("opened_at", event.round)):  # else opened wider
+                    self.history.tell(RUN, event.round, opened_at=now)
+            case RoundClosed():
+                self._closed(event, state)
+            case RoundCommitted():
+                self._committed(event, state)
             case SiteJoined():
                 self._joined(event, state)
             case SiteLeft():
                 self._departed(event.site, "left", event.reason)
             case SiteLost():
                 self._departed(event.site, "lost", "nothing heard of it")
-            case Recovered():
-                for name, site in state.sites.items():
-                    if site.alive:
-                        self._appear(name)
-            case RoundClosed():
-                self._closed(event, state)
-            case RoundCommitted():
-                self._committed(event, state)
+            case SiteQuarantined():
+                self._departed(event.site, "quarantined", "too many refused contributions in a row")
+        if (order := order_words(event)) is not None:
+            self._ordered(event, *order)
         self._forget_departed(now)
         self._count_sites(state)
+
+    def _recovered(self, state: State) -> None:
+        self.history.reach(state.round)
+        for name, site in state.sites.items():
+            if site.alive:
+                self._appear(name)
+
+    def _ordered(self, event: Event | Say, order: str, message: str) -> None:
+        self.metrics.run.orders.labels(order).inc()
+        self._note(order, f"an operator has {message}")
+        if isinstance(event, SiteEvicted):
+            self._departed(event.site, "evicted", "by an operator")
 
     def _joined(self, event: SiteJoined, state: State) -> None:
         incarnation = state.sites[event.site].incarnation
@@ -149,21 +175,28 @@ class Monitor:
         log.log(level, message, extra={"site": site} if site else None)
 
     def _closed(self, event: RoundClosed, state: State) -> None:
+        self.history.tell(
+            RUN, event.round, closed_at=self._clock(), num_included=len(event.included)
+        )
         lost = {name for name, site in state.sites.items() if site.status == "lost"}
         for name in {*event.missing, *lost} & self._visible.keys():
             self.metrics.sites.rounds_missed.labels(name).inc()
 
     def _committed(self, event: RoundCommitted, state: State) -> None:
-        run, sites = self.metrics.run, self.metrics.sites
-        opened, closed, committed = (
-            self.history.run.get(name, event.round)
-            for name in ("opened_at", "closed_at", "committed_at")
-        )
-        run.rounds.inc()
-        run.round_seconds.observe(committed - opened)
-        run.reduce_seconds.observe(committed - closed)
-        run.progress_at.set(committed)
+        run, sites, now = self.metrics.run, self.metrics.sites, self._clock()
         update = state.updates[event.round]
+        self.history.tell(RUN, event.round, committed_at=now, update_bytes=event.update_bytes)
+        for name, have in update.included.items():
+            self.history.tell(name, event.round, contribution_bytes=have.size_bytes)
+        run.rounds.inc()
+        run.progress_at.set(now)
+        for column, histogram in (
+            ("opened_at", run.round_seconds),
+            ("closed_at", run.reduce_seconds),
+        ):
+            began = self.history.run.get(column, event.round)
+            if not math.isnan(began):  # a crash may have lost it
+                histogram.observe(now - began)
         log.info(
             "round %d committed: %s; update %d bytes, theta %s",
             event.round,
@@ -177,6 +210,7 @@ class Monitor:
         values = self._decoded_values(update)
         self._measure_payloads(update, sum(values.values()))
         self._unmeasured[event.round] = values
+        self.history.reach(event.round + 1)
 
     def _decoded_values(self, update: Update) -> dict[str, int]:
         """Values by included site; empty where a shard was decoded by an earlier process."""
@@ -199,16 +233,21 @@ class Monitor:
             codec.bits_per_value.labels("up").set(self.bits_per_value_up)
 
     def _count_sites(self, state: State) -> None:
-        run = self.metrics.run
+        run, config = self.metrics.run, self.store.config
         run.round.set(state.round)
         run.finished.set(state.phase == "finished")
+        run.held.set(state.hold != "none")
+        self._inner_steps = state.inner_steps
+        run.inner_steps.set(state.inner_steps)
+        run.alpha.set(state.settings.get("outer.alpha", alpha_at(config.outer, state.round)))
+        run.k.set(state.settings.get("codec.k", k_at(config.codec, state.round)))
         last = state.updates.get(state.round - 1)
         statuses = Counter(site.status for site in state.sites.values())
         counts = {
             "registered": len(state.sites),
             "alive": statuses["syncing"] + statuses["ready"],
             "included": len(last.included) if last else 0,
-            "lost": statuses["lost"],
+            **{name: statuses[name] for name in ("lost", "quarantined", "evicted")},
         }
         for name in STATES:
             run.sites.labels(name).set(counts[name])
@@ -266,7 +305,7 @@ class Monitor:
             self.history.tell_phase(site, span.round, span.phase, span.seconds)
             self.metrics.run.phase_seconds.labels(span.phase).observe(span.seconds)
             if span.phase == "compute":
-                each = span.seconds / self.store.config.inner.steps
+                each = span.seconds / self._inner_steps
                 self.metrics.sites.inner_step_seconds.labels(site).set(each)
 
     def _take_reports(self, site: str, beat: pb.HeartbeatRequest) -> None:
@@ -327,7 +366,7 @@ class Monitor:
         """One turn of `keep_house`."""
         for round_ in list(self._unmeasured):
             await self._measure_update(round_, self._unmeasured.pop(round_))
-        rows = self.history.take_told()
+        rows = self.history.take_unwritten()
         if rows:
             await asyncio.to_thread(self._file.write, rows, self.history.rounds.start)
         if time.monotonic() - self._disk_at > _DISK_SECONDS:
@@ -392,4 +431,21 @@ class Monitor:
         }
 
 
-assert set(_TRANSFERS) == set(DIRECTIONS)
+def order_words(event: Event | Say) -> tuple[str, str] | None:
+    """For what an operator ordered: the order (a label of loco_orders_total), and a sentence."""
+    match event:
+        case SettingChanged(key=key, value=value):
+            return "set", f"set {key} to {value:g}, from the next round on"
+        case HoldChanged(hold="paused"):
+            return "pause", "paused the run"
+        case HoldChanged(hold="draining"):
+            return "drain", "drained the run: all sites are let go"
+        case HoldChanged():
+            return "resume", "resumed the run"
+        case SiteEvicted(site=site):
+            return "evict", f"evicted site {site}"
+        case SiteReadmitted(site=site):
+            return "readmit", f"readmitted site {site}"
+        case SnapshotRequested():
+            return "snapshot", "asked for a snapshot"
+    return None

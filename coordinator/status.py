@@ -1,6 +1,6 @@
 """The status document: one source for `loco status`, /status.json, the page and the demo's table.
 
-Its keys are described in docs/operations.md, "The status document".
+Its keys are described in docs/protocol.md, "Status document".
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def status_document(monitor: Monitor, state: State, now: float) -> dict[str, Any
         "round": state.round,
         "rounds": state.rules.rounds,
         "phase": state.phase,
+        "hold": state.hold,
         "waiting_for": waiting_for(state),
         "seconds_a_round": _seconds_a_round(monitor, state.round),
         "params": store.layout.num_parameters,
@@ -85,6 +86,7 @@ def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, An
         "phase": told.phase,
         "round": told.round,
         "theta_digest": told.theta_digest,
+        "theta_agrees": _agrees(told, state),
         "inner_steps": told.inner_steps,
         "tokens": site.tokens_included,
         "rounds_included": site.rounds_included,
@@ -98,6 +100,12 @@ def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, An
         **{f"bytes_{way}_by_kind": by_kind[way] for way in DIRECTIONS},
         **{f"goodput_{way}": told.goodput.get(way) for way in DIRECTIONS},
     }
+
+
+def _agrees(told: Told, state: State) -> bool | None:
+    """Whether the theta that the site reports is the run's at that round; None: not known."""
+    expected = state.digests.get(told.round)
+    return told.theta_digest == expected if told.theta_digest and expected else None
 
 
 def bound(phase_seconds: Mapping[str, float]) -> str | None:

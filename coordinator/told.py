@@ -11,7 +11,7 @@ from prometheus_client import Counter
 from loco.wire.protocol import phase_name
 from loco.wire.v1 import coordinator_pb2 as pb
 
-_TIMELINE_SPANS = 100
+_TIMELINE_SPANS = 300  # a minute of rounds that take a second
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ from prometheus_client.metrics import MetricWrapperBase
 KINDS = ("contribution", "update", "snapshot", "control")
 DIRECTIONS = ("up", "down")
 PHASES = ("sync", "compute", "encode", "push", "wait", "pull", "apply", "eval")
-STATES = ("registered", "alive", "included", "lost")
+STATES = ("registered", "alive", "included", "lost", "quarantined", "evicted")
+ORDERS = ("set", "pause", "drain", "resume", "evict", "readmit", "snapshot")
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
 
@@ -133,8 +134,8 @@ class RunMetrics:
         self.finished = gauge("loco_run_finished", "1 when the run has had all its rounds, else 0.")
         self.sites = gauge(
             "loco_sites",
-            "Sites registered (ever joined), alive, included in the last round, and lost (silent "
-            "without a goodbye).",
+            "Sites registered (ever joined), alive, included in the last round, lost (silent "
+            "without a goodbye), quarantined, and evicted.",
             "state",
         )
         self.round_seconds = histogram(
@@ -149,6 +150,11 @@ class RunMetrics:
         self.validation_bits_per_byte = gauge(
             "loco_validation_bits_per_byte", "Loss of theta on the held-out text, last measured."
         )
+        self.held = gauge("loco_run_held", "1 while an operator has paused or drained it, else 0.")
+        self.inner_steps = gauge("loco_inner_steps_per_round", "H of the current round.")
+        self.alpha = gauge("loco_outer_alpha", "Outer learning rate of the current round.")
+        self.k = gauge("loco_values_per_chunk", "k: values kept of each chunk in the round.")
+        self.orders = counter("loco_orders_total", "Orders of operators (loco control).", "order")
         self.rejections = counter("loco_rejections_total", "Requests refused.", "reason")
 
 
