@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.simulation import Round, Simulation
+from benchmarks.simulation import Round, Simulation, total_steps
 from loco.config import Config
 from loco.demo.config import ALGORITHMS, demo_config
 
@@ -99,7 +99,7 @@ def run(config: Config) -> dict[str, Any]:
         "config_hash": config.hash(),
         "params": simulation.layout.num_parameters,
         "rounds": config.run.rounds,
-        "tokens_per_site": config.total_steps * config.data.batch * config.model.seq_len,
+        "tokens_per_site": total_steps(config) * config.data.batch * config.model.seq_len,
         "val_bpb": losses,
         "val_bpb_end": losses[len(rounds)],
         "train_bpb_end": rounds[-1].train_bpb,

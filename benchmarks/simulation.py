@@ -21,7 +21,7 @@ from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
 from loco.layout import CELL_CHUNKS, Layout
 from loco.model import build_model, layout_of, pack, unpack
-from loco.outer import OuterRules, Piece, k_at, outer_step
+from loco.outer import OuterRules, Piece, alpha_at, k_at, outer_step
 
 Array = npt.NDArray[np.float32]
 
@@ -61,7 +61,7 @@ class SimulatedSite:
         nats = 0.0
         for step in range(round_ * steps, (round_ + 1) * steps):
             for group in self._inner.param_groups:
-                group["lr"] = lr_at(self._config.inner, step, self._config.total_steps)
+                group["lr"] = lr_at(self._config.inner, step, total_steps(self._config))
             self._inner.zero_grad()
             loss = self.model(*self._stream.batch(step))
             loss.backward()
@@ -94,7 +94,7 @@ class Simulation:
         for round_ in range(self._config.run.rounds):
             nats = [site.train_round(round_) for site in self._sites]
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
-            update = self._outer_step([encoded.payload for encoded in sent])
+            update = self._outer_step(round_, [encoded.payload for encoded in sent])
             self._write_parameters()
             yield Round(
                 round=round_,
@@ -118,18 +118,19 @@ class Simulation:
             bits=self._config.codec.bits,
         )
 
-    def _outer_step(self, payloads: list[bytes]) -> bytes:
-        outer = self._config.outer
+    def _outer_step(self, round_: int, payloads: list[bytes]) -> bytes:
+        rules = OuterRules(
+            aggregation=self._config.outer.aggregation,
+            alpha=alpha_at(self._config.outer, round_),
+            momentum=self._config.outer.momentum,
+            bits=self._config.codec.bits,
+        )
+        size, weight = self.theta.size, 1 / len(payloads)
         return outer_step(
-            OuterRules(
-                aggregation=outer.aggregation,
-                alpha=outer.alpha,
-                momentum=outer.momentum,
-                bits=self._config.codec.bits,
-            ),
+            rules,
             [
-                Piece(start=0, num_elements=self.theta.size, weight=1 / len(payloads), payload=p)
-                for p in payloads
+                Piece(start=0, num_elements=size, weight=weight, scale=1.0, payload=payload)
+                for payload in payloads
             ],
             theta=self.theta,
             residual=self._residual,
@@ -141,3 +142,8 @@ class Simulation:
             for site in self._sites:
                 for name, value in unpack(self.theta, self.layout).items():
                     site.model.get_parameter(name).copy_(torch.from_numpy(value))
+
+
+def total_steps(config: Config) -> int:
+    """Inner steps of the whole run at one site."""
+    return config.run.rounds * config.inner.steps

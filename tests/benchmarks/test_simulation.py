@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.simulation import Simulation
+from benchmarks.simulation import Simulation, total_steps
 from loco.config import Config
 from loco.data import DataStream, load_tokens
 from loco.inner.build import build_inner, lr_at
@@ -54,9 +54,9 @@ def locally_trained(config: Config) -> np.ndarray:
     stream = DataStream(
         load_tokens(config.data.corpus, "train"), seq_len=16, batch=2, seed=0, site="all"
     )
-    for step in range(config.total_steps):
+    for step in range(total_steps(config)):
         for group in inner.param_groups:
-            group["lr"] = lr_at(config.inner, step, config.total_steps)
+            group["lr"] = lr_at(config.inner, step, total_steps(config))
         inner.zero_grad()
         model(*stream.batch(step)).backward()
         inner.step()
