@@ -118,7 +118,9 @@ class History:
     def _columns(self, site: str) -> Columns:
         if site == RUN:
             return self.run
-        return self.sites.setdefault(site, Columns(SITE_COLUMNS))
+        if site not in self.sites:
+            self.sites[site] = Columns(SITE_COLUMNS)
+        return self.sites[site]
 
     # --- to and from the file -------------------------------------------------------------------
 

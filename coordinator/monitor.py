@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from coordinator.events import (
     Event,
+    Heard,
     HoldChanged,
     Recovered,
     RoundClosed,
@@ -137,8 +138,9 @@ class Monitor:
                 self._departed(event.site, "quarantined", "too many refused contributions in a row")
         if (order := order_words(event)) is not None:
             self._ordered(event, *order)
-        self._forget_departed(now)
-        self._count_sites(state)
+        if not isinstance(event, Heard | ShardStored):  # they come often and change none of this
+            self._forget_departed(now)
+            self._describe(state)
 
     def _recovered(self, state: State) -> None:
         self.history.reach(state.round)
@@ -232,7 +234,7 @@ class Monitor:
             self.bits_per_value_up = 8 * sum(sizes.values()) / num_values
             codec.bits_per_value.labels("up").set(self.bits_per_value_up)
 
-    def _count_sites(self, state: State) -> None:
+    def _describe(self, state: State) -> None:
         run, config = self.metrics.run, self.store.config
         run.round.set(state.round)
         run.finished.set(state.phase == "finished")

@@ -102,7 +102,8 @@ async def running(store: Store, *, listen: str, metrics: str | None) -> AsyncIte
     pb_grpc.add_CoordinatorServiceServicer_to_server(Service(engine, monitor), server)
     await _add_standard_services(server)
     address = f"{split_address(listen)[0]}:{_bind(server, listen)}"
-    async with web_server(metrics, engine, monitor) as pages, _keeping_house(monitor):
+    pages_served = web_server(metrics, monitor, lambda: engine.state)
+    async with pages_served as pages, _keeping_house(monitor):
         await engine.start()
         await server.start()
         pages.ready = True
@@ -118,6 +119,7 @@ async def running(store: Store, *, listen: str, metrics: str | None) -> AsyncIte
         try:
             yield Running(address=address, engine=engine, monitor=monitor)
         finally:
+            pages.ready = False
             engine.drain()
             await server.stop(DRAIN_SECONDS)
             await engine.stop()

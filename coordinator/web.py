@@ -21,8 +21,8 @@ from importlib import resources
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
-from coordinator.engine import Engine
 from coordinator.monitor import Monitor
+from coordinator.state import State
 from loco.errors import ConfigError
 from loco.wire.protocol import split_address
 
@@ -45,12 +45,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pages:
-    """The handlers; reads the engine's state, changes nothing."""
+    """The handlers: they read, and change nothing."""
 
-    def __init__(self, engine: Engine, monitor: Monitor) -> None:
-        self._engine = engine
+    def __init__(self, monitor: Monitor, state: Callable[[], State]) -> None:
         self._monitor = monitor
+        self._state = state
         self.ready = False
+        """Whether sites can join."""
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[_with_headers])
@@ -70,7 +71,7 @@ class Pages:
         return app
 
     async def _status(self, _: web.Request) -> web.Response:
-        return _json(self._monitor.status(self._engine.state))
+        return _json(self._monitor.status(self._state()))
 
     async def _history(self, request: web.Request) -> web.Response:
         return _json(self._monitor.history.document(int(_number(request, "since"))))
@@ -82,7 +83,7 @@ class Pages:
         return web.Response(text="ok\n")
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        if self.ready and not self._engine.draining:
+        if self.ready:
             return web.Response(text="ready\n")
         return web.Response(text="starting or draining\n", status=503)
 
@@ -126,13 +127,15 @@ async def _with_headers(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 @contextlib.asynccontextmanager
-async def web_server(address: str | None, engine: Engine, monitor: Monitor) -> AsyncIterator[Pages]:
-    """Serve on HOST:PORT while the block runs; the block says when the coordinator is ready.
+async def web_server(
+    address: str | None, monitor: Monitor, state: Callable[[], State]
+) -> AsyncIterator[Pages]:
+    """Serve on HOST:PORT while the block runs; the block says whether the coordinator is ready.
 
     The address, with the port that was given for port 0, is in `web-address` of the state
     directory.
     """
-    pages = Pages(engine, monitor)
+    pages = Pages(monitor, state)
     if address is None:
         yield pages
         return

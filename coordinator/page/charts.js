@@ -61,8 +61,8 @@ class RoundChart {
       this.plot?.destroy();
       this.plot = new uPlot(this.options(wanted), [rounds, ...wanted.data], this.box);
     }
-    // Without a pointer on the chart the legend tells of the last round that is whole.
-    if (this.plot.cursor.left < 0) this.plot.setLegend({ idx: history.run.committed_at.findLastIndex((at) => at != null) });
+    // Without a pointer on the chart the legend tells what is known last.
+    if (this.plot.cursor.left < 0) this.plot.setLegend({ idx: rounds.length - 1 });
   }
 
   restyle() {
@@ -95,20 +95,28 @@ class RoundChart {
   }
 }
 
-const twoDigits = (_, v) => (v == null ? "–" : v.toFixed(3));
+// For a legend: the value at the pointer, or the last one known before it.
+function legend(format) {
+  return (plot, value, series, index) => {
+    for (let i = index; value == null && i >= 0; i--) value = plot.data[series][i];
+    return value == null ? "–" : format(value);
+  };
+}
+
+const loss = legend((v) => v.toFixed(3));
 
 function lossChart(box) {
   return new RoundChart(box, (history) => {
     const names = Object.keys(history.sites);
     const columns = names.map((name) => history.sites[name].train_bits_per_byte);
     const train = names.length > MANY_SITES
-      ? spread(columns, colour("accent"), "train", twoDigits)
+      ? spread(columns, colour("accent"), "train", loss)
       : {
-        series: names.map((name, i) => ({ label: name, stroke: SITE_COLOURS[i], width: 1.5, value: twoDigits, spanGaps: true })),
+        series: names.map((name, i) => ({ label: name, stroke: SITE_COLOURS[i], width: 1.5, value: loss, spanGaps: true })),
         data: columns,
       };
     const validation = {
-      label: "validation", stroke: colour("ink"), width: 2, value: twoDigits, spanGaps: true,
+      label: "validation", stroke: colour("ink"), width: 2, value: loss, spanGaps: true,
       points: { show: true, size: 6 },
     };
     return {
@@ -122,7 +130,7 @@ function lossChart(box) {
 
 function bytesChart(box, denseBytes) {
   return new RoundChart(box, (history) => {
-    const value = (_, v) => (v == null ? "–" : humanBytes(v));
+    const value = legend(humanBytes);
     const up = spread(Object.values(history.sites).map((s) => s.contribution_bytes), colour("push"), "up", value);
     const line = (label, stroke, dash) => ({ label, stroke, dash, width: 2, value, spanGaps: true });
     return {
@@ -139,7 +147,6 @@ const decade = (v) => (v && Number.isInteger(Math.log10(v)) ? v : null);
 
 function timeChart(box) {
   return new RoundChart(box, (history) => {
-    const seconds = (_, v) => (v == null ? "–" : humanSeconds(v));
     let below = history.rounds.map(() => 0);
     const series = [];
     const data = [];
@@ -150,7 +157,7 @@ function timeChart(box) {
       data.push(below.map((sum, i) => (history.mean.compute[i] == null ? null : sum)));
       series.push({
         label: phase, stroke: colour(phase), width: 1, points: { show: false },
-        value: (_, v, __, i) => seconds(_, i == null ? null : own[i]),
+        value: (_, __, ___, index) => humanSeconds(own.slice(0, index + 1).findLast((v) => v != null) ?? 0),
       });
     }
     const bands = series.slice(1).map((s, i) => ({ series: [i + 2, i + 1], fill: faded(colour(s.label), 0.75) }));
@@ -169,9 +176,9 @@ function spread(columns, stroke, label, value) {
     middle.push(known[known.length >> 1] ?? null);
     high.push(known[known.length - 1] ?? null);
   }
-  const edge = { stroke: faded(stroke, 0.35), width: 1, value, points: { show: false }, spanGaps: true };
+  const edge = { class: "edge", stroke: faded(stroke, 0.35), width: 1, value, points: { show: false }, spanGaps: true };
   return {
-    series: [{ ...edge, label: `${label}, highest` }, { ...edge, label: `${label}, lowest` }, { label: `${label}, median`, stroke, width: 2, value, spanGaps: true }],
+    series: [{ ...edge, label: `${label}, highest` }, { ...edge, label: `${label}, lowest` }, { label, stroke, width: 2, value, spanGaps: true }],
     data: [high, low, middle],
     bands: [{ series: [1, 2], fill: faded(stroke, 0.18) }],
   };
@@ -222,21 +229,24 @@ function drawTimeline(canvas, { rows, commits, from, to }) {
     const y = i * rowHeight;
     pen.fillStyle = colour("ink");
     pen.fillText(row.name, 0, y + rowHeight / 2, labels - 8);
-    for (const [phase, , start, seconds, going] of row.spans) {
+    row.spans.forEach(([phase, , start, seconds, going], k) => {
+      // Spans follow each other; what lies between is the jitter of the heartbeats that told of them.
+      const next = row.spans[k + 1]?.[2];
+      const end = next && Math.abs(next - start - seconds) < 1 ? next : start + seconds;
       const left = Math.max(x(start), labels);
-      const right = Math.min(x(start + seconds), width);
-      if (right <= left) continue;
+      const right = Math.min(x(end), width);
+      if (right <= left) return;
       pen.globalAlpha = going ? 0.55 : 1;
       pen.fillStyle = colour(phase);
       pen.fillRect(left, y + 3, Math.max(right - left - 0.5, 0.8), rowHeight - 6);
-    }
+    });
     pen.globalAlpha = 1;
   });
   pen.strokeStyle = colour("ink");
   pen.fillStyle = colour("soft");
   pen.globalAlpha = 0.45;
   let free = labels;
-  for (const { round, at } of commits) {
+  for (const { at } of commits) {
     const line = Math.round(x(at)) + 0.5;
     if (line < labels || line > width) continue;
     pen.beginPath();
@@ -252,6 +262,4 @@ function drawTimeline(canvas, { rows, commits, from, to }) {
     pen.fillText(text, left, height - 9);
     free = x(at) + 8;
   }
-  pen.textAlign = "left";
-  return { labels, rowHeight };
 }

@@ -12,7 +12,7 @@ const columns = [
   ["doing", "words", (s) => (isAlive(s) ? s.phase : "")],
   ["bound by", "words", (s) => s.bound ?? "–"],
   ["time by phase", "words rare", (s) => shares(s.phase_seconds_lately)],
-  ["round", "", (s) => `${s.round}`],
+  ["round", "rare", (s) => `${s.round}`],
   ["loss", "", (s) => s.train_bits_per_byte?.toFixed(3) ?? "–"],
   ["up", "", (s) => humanBytes(s.bytes_up)],
   ["down", "", (s) => humanBytes(s.bytes_down)],
@@ -90,8 +90,9 @@ function show() {
   setText("run-id", status.run_id);
   document.title = `${status.round}/${status.rounds} ${status.run_id}`;
   const late = status.notes[0]?.what === "late" && status.phase === "open";
+  const held = status.hold !== "none" && status.phase === "gathering";
   byId("state").className = `pill ${late ? "late" : status.phase}`;
-  setText("state", late ? "late" : { open: "training" }[status.phase] ?? status.phase);
+  setText("state", late ? "late" : held ? status.hold : { open: "training" }[status.phase] ?? status.phase);
   byId("progress").value = status.rounds ? status.round / status.rounds : 1;
   setText("rounds", `round ${status.round} of ${status.rounds}`);
   setText("left", timeLeft());
@@ -117,7 +118,7 @@ function showAway(error) {
 function timeLeft() {
   const rounds = status.rounds - status.round;
   if (!rounds || status.seconds_a_round == null) return "";
-  return `about ${humanSeconds(rounds * status.seconds_a_round)} left at ${humanSeconds(status.seconds_a_round)} a round`;
+  return `${humanSeconds(rounds * status.seconds_a_round)} left, ${humanSeconds(status.seconds_a_round)} a round`;
 }
 
 function showFigures() {
@@ -201,8 +202,7 @@ function showSites() {
     const row = head.insertRow();
     for (const [heading, kind] of columns) row.append(element("th", { className: kind, scope: "col" }, heading));
   }
-  // Those that left go to the end.
-  const sites = [...status.sites].sort((a, b) => (a.status === "left") - (b.status === "left"));
+  const sites = [...status.sites].sort((a, b) => isAlive(b) - isAlive(a));
   setText("sites-note", sites.length ? "time and bound over the last 10 rounds; bytes since the coordinator started" : "none has joined yet");
   const body = element("tbody");
   for (const site of sites) {
@@ -214,7 +214,7 @@ function showSites() {
       row.append(cell);
     }
     row.cells[0].classList.add(isAlive(site) ? "alive" : "dead");
-    if (site.status === "lost") row.cells[0].classList.add("lost");
+    if (!isAlive(site) && site.status !== "left") row.cells[0].classList.add("lost");
   }
   byId("sites").tBodies[0].replaceWith(body);
 }
