@@ -9,7 +9,8 @@ from loco.inner.adams import AdamS
 from loco.inner.base import InnerOptimizer
 from loco.inner.dense import DenseSync
 from loco.inner.groups import Group
+from loco.inner.presets import preset
 from loco.inner.scape import Scape
 from loco.inner.state import reshard
 
-__all__ = ["AdamS", "DenseSync", "Group", "InnerOptimizer", "Scape", "reshard"]
+__all__ = ["AdamS", "DenseSync", "Group", "InnerOptimizer", "Scape", "preset", "reshard"]
