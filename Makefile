@@ -2,12 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Real servers and a real browser for tests/deploy and tests/observability.
+PACKAGES := prometheus chromium chromium-driver fonts-dejavu-core iproute2
 GENERATED := loco/wire/v1
 PROTO := proto/loco/wire/v1/coordinator.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-.PHONY: setup demo test check format proto bench bench-codec evidence clean help
+.PHONY: setup demo system test check format dashboards proto bench bench-codec evidence clean help
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -22,7 +24,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train on real text: a coordinator and two sites of two ranks
 	$(BIN)/loco demo
 
-test: $(READY) ## run all tests
+system: ## install the Debian packages that tests drive (root only, and only what is missing)
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(PACKAGES) >/dev/null 2>&1; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES); fi
+
+test: $(READY) system ## run all tests
 	$(BIN)/python -m pytest
 
 check: $(READY) ## lint, types, import rules, wire format, generated code
@@ -30,6 +36,7 @@ check: $(READY) ## lint, types, import rules, wire format, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python deploy/dashboards --check
 	cd proto && ../$(BIN)/buf lint
 	rm -rf build/proto && mkdir -p build/proto && PATH=$(BIN):$$PATH && $(call PROTOC,build/proto)
 	diff -r -x __init__.py -x __pycache__ build/proto/loco/wire/v1 $(GENERATED) \
@@ -38,6 +45,9 @@ check: $(READY) ## lint, types, import rules, wire format, generated code
 format: $(READY) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dashboards: $(READY) ## regenerate Grafana's dashboards and docs/metrics.md
+	$(BIN)/python deploy/dashboards
 
 proto: $(READY) ## regenerate the gRPC code
 	PATH=$(BIN):$$PATH && $(call PROTOC,.)

@@ -102,7 +102,14 @@ class Monitor:
         run.deadline.set(config.quorum.deadline_seconds)
         run.progress_at.set(self.started_at)
         self.metrics.codec.dense_bytes.set(self.store.layout.dense_bytes)
-        self.metrics.codec.support_overlap.set(math.nan)
+        codec = self.metrics.codec
+        for unknown in (
+            run.validation_bits_per_byte,
+            codec.update_norm,
+            codec.union_density,
+            codec.support_overlap,
+        ):
+            unknown.set(math.nan)  # until there is a round, or a second site
         for reason in pb.RefusalReason.keys()[1:]:
             run.rejections.labels(reason.removeprefix("REFUSAL_REASON_").lower())
         for phase in PHASES:

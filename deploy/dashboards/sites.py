@@ -1,0 +1,110 @@
+"""Sites: one site or several, chosen above, in depth."""
+
+from grafana_foundation_sdk.builders import dashboard
+from panels import RATE, SITES, board, by_site, lines
+
+PHASE = "loco_site_phase_seconds_total"
+
+
+def sites() -> dashboard.Dashboard:
+    return (
+        board("loco-sites", "loco / Sites", __doc__ or "", site=True)
+        .with_panel(
+            by_site(
+                "Sites",
+                "As they stand now.",
+                (
+                    (f"loco_site_alive{{{SITES}}}", "alive"),
+                    (f"loco_site_round{{{SITES}}}", "round"),
+                    (f"loco_site_rounds_included_total{{{SITES}}}", "included"),
+                    (f"loco_site_rounds_missed_total{{{SITES}}}", "missed"),
+                    (f"loco_tokens_total{{{SITES}}}", "tokens"),
+                    (f"loco_train_bits_per_byte{{{SITES}}}", "loss"),
+                    (f"loco_inner_step_seconds{{{SITES}}}", "inner step, s"),
+                    (f"loco_ef_norm{{{SITES}}}", "EF norm"),
+                    (f"loco_contribution_bytes{{{SITES}}}", "contribution, bytes"),
+                ),
+            )
+        )
+        .with_panel(
+            lines(
+                "Time by phase",
+                "Share of the time of the chosen sites.",
+                (
+                    (
+                        f"sum by (site, phase) (rate({PHASE}{{{SITES}}}[{RATE}]))",
+                        "{{site}} {{phase}}",
+                    ),
+                ),
+                unit="percentunit",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
+                "Training loss",
+                "Bits per byte, mean of the last round.",
+                ((f"loco_train_bits_per_byte{{{SITES}}}", "{{site}}"),),
+                unit="none",
+                low=None,
+            )
+        )
+        .with_panel(
+            lines(
+                "Inner step",
+                "Mean of the last round.",
+                ((f"loco_inner_step_seconds{{{SITES}}}", "{{site}}"),),
+                unit="s",
+            )
+        )
+        .with_panel(
+            lines(
+                "Tokens a second",
+                "In included contributions.",
+                ((f"rate(loco_tokens_total{{{SITES}}}[{RATE}])", "{{site}}"),),
+                unit="short",
+            )
+        )
+        .with_panel(
+            lines(
+                "Inner steps a second",
+                "As the site reports them.",
+                ((f"rate(loco_inner_steps_total{{{SITES}}}[{RATE}])", "{{site}}"),),
+                unit="none",
+            )
+        )
+        .with_panel(
+            lines(
+                "Encode and apply",
+                "Seconds a second spent in the codec.",
+                (
+                    (
+                        f'rate({PHASE}{{{SITES},phase=~"encode|apply"}}[{RATE}])',
+                        "{{site}} {{phase}}",
+                    ),
+                ),
+                unit="percentunit",
+            )
+        )
+        .with_panel(
+            lines(
+                "Error feedback",
+                "Norm of what the site has not yet sent. It levels off after about 1 / (1 - beta) "
+                "rounds; one that keeps growing means that k is too small or the site diverges.",
+                ((f"loco_ef_norm{{{SITES}}}", "{{site}}"),),
+                unit="none",
+            )
+        )
+        .with_panel(
+            lines(
+                "Rounds missed, mismatches, non-finite",
+                "Increase over an hour.",
+                (
+                    (f"increase(loco_site_rounds_missed_total{{{SITES}}}[1h])", "{{site}} missed"),
+                    (f"increase(loco_digest_mismatches_total{{{SITES}}}[1h])", "{{site}} digest"),
+                    (f"increase(loco_non_finite_total{{{SITES}}}[1h])", "{{site}} non-finite"),
+                ),
+                unit="none",
+            )
+        )
+    )
