@@ -1,0 +1,18 @@
+"""Options and fixtures of all tests."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regenerate-golden",
+        action="store_true",
+        help="rewrite golden files with what the code gives now; read the difference in review",
+    )
+
+
+@pytest.fixture
+def regenerate_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regenerate-golden"))
