@@ -38,7 +38,7 @@ class Operations(Protocol):
         self, values: npt.NDArray[np.integer], counts: Ints, rice: Ints
     ) -> tuple[bytes, bytes]: ...
 
-    def unpack(self, unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints | None: ...
+    def unpack(self, unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints: ...
 
     def place(self, gaps: Ints, counts: Ints, lengths: Ints) -> Codes | None: ...
 
@@ -67,6 +67,5 @@ def warm_up() -> str:
         kernels = importlib.import_module("loco.codec.kernels")
     except ImportError:
         return "numpy"
-    kernels.compile_all()
     _active = cast(Operations, kernels)
     return "numba"

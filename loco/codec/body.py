@@ -94,8 +94,8 @@ def _gaps(positions: Codes, first: Ints) -> Codes:
     return gaps
 
 
-def read_body(header: Header, body: memoryview) -> Selection:
-    """Inverse of `write_sections`.
+def read_body(header: Header, body: memoryview) -> tuple[Selection, dict[str, int]]:
+    """Inverse of `write_sections`: the selection, and the bytes of each section.
 
     Raises:
         PayloadError: wrong numbers of codes, positions outside a chunk, levels that are none, a
@@ -108,13 +108,14 @@ def read_body(header: Header, body: memoryview) -> Selection:
     high = np.zeros(header.num_values, np.bool_)
     if header.bits == 2:
         high[_read_highs(reader, header.num_values)] = True
-    negative = reader.flags(header.num_values)
+    negative = reader.flags("signs", header.num_values)
     rice = _read_rice(reader, counts, lengths)
-    positions = operations().place(reader.codes(counts, rice), counts, lengths)
+    gaps = reader.codes("gaps", counts, rice)
+    positions = operations().place(gaps, counts, lengths)
     if positions is None:
         raise PayloadError("bad_index", "a position outside its chunk")
     reader.finish()
-    return Selection(
+    selection = Selection(
         num_elements=header.num_elements,
         chunk=header.chunk,
         counts=counts,
@@ -123,12 +124,13 @@ def read_body(header: Header, body: memoryview) -> Selection:
         high=high,
         levels=levels,
     )
+    return selection, reader.sizes
 
 
 def _read_counts(reader: Reader, header: Header, lengths: Ints) -> Ints:
     if header.k:
         return np.minimum(header.k, lengths)
-    counts = np.cumsum(unzigzag(reader.stream(header.num_chunks)))
+    counts = np.cumsum(unzigzag(reader.stream("counts", header.num_chunks)))
     if ((counts < 0) | (counts > lengths)).any():
         raise PayloadError("bad_count", "a chunk sends fewer than 0 or more than all its elements")
     if counts.sum() != header.num_values:
@@ -138,9 +140,9 @@ def _read_counts(reader: Reader, header: Header, lengths: Ints) -> Ints:
 
 def _read_levels(reader: Reader, header: Header, counts: Ints) -> Codes:
     sending = np.flatnonzero(counts)
-    columns = [np.cumsum(unzigzag(reader.stream(len(sending)))) + _FIRST_LEVEL]
+    columns = [np.cumsum(unzigzag(reader.stream("low", len(sending)))) + _FIRST_LEVEL]
     if header.bits == 2:
-        columns.append(columns[0] + reader.stream(len(sending)))
+        columns.append(columns[0] + reader.stream("spread", len(sending)))
     found = np.stack(columns, axis=1)
     if ((found < 1) | (found > MAX_LEVEL)).any():
         raise PayloadError("bad_level", f"a level code outside 1 to {MAX_LEVEL}")
@@ -150,7 +152,7 @@ def _read_levels(reader: Reader, header: Header, counts: Ints) -> Codes:
 
 
 def _read_highs(reader: Reader, num_values: int) -> Ints:
-    places = np.cumsum(reader.stream(None) + 1) - 1
+    places = np.cumsum(reader.stream("highs", num_values, at_most=True) + 1) - 1
     if len(places) and places[-1] >= num_values:
         raise PayloadError("bad_count", f"an upper level at value {places[-1]} of {num_values}")
     return places
@@ -159,7 +161,7 @@ def _read_highs(reader: Reader, num_values: int) -> Ints:
 def _read_rice(reader: Reader, counts: Ints, lengths: Ints) -> Ints:
     rice = gap_rice(counts, lengths)
     sending = counts > 0
-    rice[sending] -= reader.stream(int(sending.sum()))
+    rice[sending] -= reader.stream("drop", int(sending.sum()))
     if (rice < 0).any():
         raise PayloadError("bad_rice", "a chunk's Rice parameter is negative")
     return rice
@@ -178,53 +180,58 @@ class Reader:
 
     def __init__(self, body: Buffer) -> None:
         self._left: Bytes = np.frombuffer(body, np.uint8)
+        self.sizes: dict[str, int] = {}
+        """Bytes of each section so far."""
 
-    def take(self, count: int) -> Bytes:
-        """The next `count` bytes, a view."""
-        if count > len(self._left):
-            raise PayloadError("truncated", f"{count} bytes needed, {len(self._left)} left")
-        taken, self._left = self._left[:count], self._left[count:]
-        return taken
-
-    def take_bits(self, count: int) -> Bytes:
-        """The next bytes, which hold `count` bits; the rest of the last one must be zero."""
-        packed = self.take(-(-count // 8))
-        if count % 8 and int(packed[-1]) >> count % 8:
-            raise PayloadError("bad_padding", "a bit after the last one of a section is set")
-        return packed
-
-    def flags(self, count: int) -> Bools:
-        """The next `count` bits, as booleans."""
-        bits = np.unpackbits(self.take_bits(count), count=count, bitorder="little")
+    def flags(self, section: str, count: int) -> Bools:
+        """`count` bits, as booleans."""
+        bits = np.unpackbits(self._take_bits(section, count), count=count, bitorder="little")
         return bits.view(np.bool_)
 
-    def codes(self, counts: Ints, rice: Ints) -> Ints:
-        """The next Rice codes: runs of `counts[i]` values with parameter `rice[i]`."""
-        return self._codes(self._unary(), counts, rice)
-
-    def stream(self, count: int | None) -> Ints:
-        """The next stream with its own parameter; `count` values, None: as many as there are."""
-        r = int(self.take(1)[0])
+    def stream(self, section: str, count: int, *, at_most: bool = False) -> Ints:
+        """A Rice stream with its own parameter; `count` values, or any number up to that."""
+        r = int(self._take(section, 1)[0])
         if r > MAX_RICE:
-            raise PayloadError("bad_rice", f"Rice parameter {r}; allowed: 0 to {MAX_RICE}")
-        unary = self._unary()
-        found = int(np.bitwise_count(unary).sum()) if count is None else count
-        return self._codes(unary, np.array([found]), np.array([r]))
+            raise PayloadError("bad_rice", f"parameter {r} of {section}; allowed: 0 to {MAX_RICE}")
+        unary, found = self._unary(section, count, at_most=at_most)
+        return self._fields(section, unary, np.array([found]), np.array([r]))
 
-    def _unary(self) -> Bytes:
-        unary = self.take(int.from_bytes(self.take(4).tobytes(), "little"))
-        if len(unary) and not unary[-1]:
-            raise PayloadError("bad_padding", "a unary part ends in a zero byte")
-        return unary
-
-    def _codes(self, unary: Bytes, counts: Ints, rice: Ints) -> Ints:
-        fields = self.take_bits(int((counts * rice).sum()))
-        values = operations().unpack(unary, fields, counts, rice)
-        if values is None:
-            raise PayloadError("bad_count", f"not {counts.sum()} codes in {len(unary)} bytes")
-        return values
+    def codes(self, section: str, counts: Ints, rice: Ints) -> Ints:
+        """Rice codes: runs of `counts[i]` values with parameter `rice[i]`."""
+        unary, _ = self._unary(section, int(counts.sum()))
+        return self._fields(section, unary, counts, rice)
 
     def finish(self) -> None:
         """Refuse what is left."""
         if len(self._left):
             raise PayloadError("trailing_bytes", f"{len(self._left)} bytes after the last section")
+
+    def _take(self, section: str, count: int) -> Bytes:
+        if count > len(self._left):
+            raise PayloadError(
+                "truncated", f"{section}: {count} bytes needed, {len(self._left)} left"
+            )
+        taken, self._left = self._left[:count], self._left[count:]
+        self.sizes[section] = self.sizes.get(section, 0) + count
+        return taken
+
+    def _take_bits(self, section: str, count: int) -> Bytes:
+        packed = self._take(section, -(-count // 8))
+        if count % 8 and int(packed[-1]) >> count % 8:
+            raise PayloadError("bad_padding", f"{section}: a bit after the last one is set")
+        return packed
+
+    def _unary(self, section: str, count: int, *, at_most: bool = False) -> tuple[Bytes, int]:
+        """A unary part and how many codes it holds, counted before memory is taken for them."""
+        size = int.from_bytes(self._take(section, 4).tobytes(), "little")
+        unary = self._take(section, size)
+        if size and not unary[-1]:
+            raise PayloadError("bad_padding", f"{section}: a unary part ends in a zero byte")
+        found = int(np.bitwise_count(unary).sum())
+        if found > count or (found < count and not at_most):
+            raise PayloadError("bad_count", f"{section}: {found} codes instead of {count}")
+        return unary, found
+
+    def _fields(self, section: str, unary: Bytes, counts: Ints, rice: Ints) -> Ints:
+        fields = self._take_bits(section, int((counts * rice).sum()))
+        return operations().unpack(unary, fields, counts, rice)

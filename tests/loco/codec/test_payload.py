@@ -17,6 +17,8 @@ from hypothesis.extra import numpy as hnp
 from loco import codec
 from loco.errors import NonFiniteError
 
+pytestmark = pytest.mark.usefixtures("active_operations")
+
 Floats = npt.NDArray[np.float32]
 Encode = Callable[[Floats], codec.Encoded]
 
