@@ -76,7 +76,7 @@ def _set(request: pb.ControlRequest, state: State) -> Order:
         )
     section, field = SETTINGS[request.key]
     try:
-        checked = section.model_validate({field: request.value})
+        checked = section.model_validate_strings({field: request.value})
     except ValidationError as error:
         raise RefusedRequest(
             "control", f"{request.key} = {request.value!r}: {error.errors()[0]['msg']}"
