@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from loco.errors import DataError
 Split = Literal["train", "validation"]
 
 HELD_OUT_EVERY = 10  # one document, or one byte, in ten
+BLOCK_BYTES = 1 << 24
 SPEECH_NAME = re.compile(r"(\d{4})-.+-(\d+)\.txt")
 YEARS = re.compile(r"sotu:(\d{4})-(\d{4})")
 
@@ -36,10 +38,15 @@ class Piece:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def read(self) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(len(self))
+    def blocks(self) -> Iterator[bytes]:
+        """The bytes, in blocks that fit in memory; DataError if the file cannot give them."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                for offset in range(0, len(self), BLOCK_BYTES):
+                    yield file.read(min(BLOCK_BYTES, len(self) - offset))
+        except OSError as error:
+            raise DataError(f"cannot read the text in {self.path}: {error}") from error
 
 
 def find_pieces(corpus: str, split: Split) -> list[Piece]:
@@ -100,7 +107,7 @@ def _path(corpus: str, split: Split) -> list[Piece]:
             f"corpus {corpus!r} does not exist here: give a text file, a directory of .txt files, "
             "or sotu"
         )
-    files = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
+    files = sorted(filter(Path.is_file, root.rglob("*.txt"))) if root.is_dir() else [root]
     if not files:
         raise DataError(f"corpus {corpus!r} is a directory without any .txt file")
     pieces = [piece for path in files if len(piece := _tenth(path, split))]

@@ -2,7 +2,8 @@
 
 A token is a byte of UTF-8; documents are joined by an empty line. The cache file is NumPy's `.npy`,
 which states its own dtype and length. It is written aside and renamed, so that many processes may
-build the same corpus at once and none reads half a file.
+build the same corpus at once and none reads half a file. Text of any size: neither building nor
+reading holds it in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,13 +63,26 @@ def _fingerprint(pieces: list[Piece]) -> str:
 
 def _build(path: Path, pieces: list[Piece]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = SEPARATOR.join(piece.read() for piece in pieces)
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.save(file, np.frombuffer(text, dtype=np.uint8))
+            _write(file, pieces)
+            file.flush()
             os.fsync(file.fileno())
         Path(aside).replace(path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
+
+
+def _write(file: BinaryIO, pieces: list[Piece]) -> None:
+    num_tokens = sum(map(len, pieces)) + len(SEPARATOR) * (len(pieces) - 1)
+    header = {"descr": "|u1", "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(file, header)
+    body = file.tell()
+    for index, piece in enumerate(pieces):
+        file.write(SEPARATOR if index else b"")
+        for block in piece.blocks():
+            file.write(block)
+    if file.tell() - body != num_tokens:
+        raise DataError(f"text changed while it was read, near {pieces[0].path}: start again")

