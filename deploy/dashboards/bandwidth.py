@@ -6,15 +6,22 @@ from panels import RATE, SITES, board, lines, number
 WIRE = f"loco_wire_bytes_total{{{SITES}}}"
 
 
+def _total(wire: str) -> str:
+    """Bytes in the range, with what a site sent before it was scraped first: increase() leaves that
+    out, and it is the whole snapshot of a new site."""
+    grown = f"sum by (direction) (increase({wire}[$__range]))"
+    first = f"min_over_time({wire}[$__range]) unless {wire} offset $__range"
+    return f"{grown} + (sum by (direction) ({first}) or 0 * {grown})"
+
+
 def bandwidth() -> dashboard.Dashboard:
     made = board("loco-bandwidth", "loco / Bandwidth", __doc__ or "", site=True)
     for direction, word in (("up", "sent"), ("down", "received")):
-        wire = f'loco_wire_bytes_total{{{SITES},direction="{direction}"}}'
         made.with_panel(
             number(
                 f"{word.capitalize()}, range",
                 f"Bytes {word} by the sites in the range shown, all kinds.",
-                f"sum by (direction) (increase({wire}[$__range]))",
+                _total(f'loco_wire_bytes_total{{{SITES},direction="{direction}"}}'),
                 unit="decbytes",
                 width=6,
             )
