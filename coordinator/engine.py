@@ -30,7 +30,8 @@ from coordinator.events import (
 )
 from coordinator.machine import step
 from coordinator.recovery import recover
-from coordinator.reducer import Reduced
+from coordinator.reducer import Reduced, Reducer
+from coordinator.refused import RefusedRequest
 from coordinator.state import State
 from coordinator.store import Store
 
@@ -48,7 +49,9 @@ class Engine:
 
     def __init__(self, store: Store, observe: Callable[[Event | Say, State], None]) -> None:
         self.store = store
-        self.state, self._reducer = recover(store)
+        self.state, reducer = recover(store)
+        self._fell_back = store.tidy(reducer.snapshot_round)
+        self._reducer: Reducer | None = reducer
         self.draining = False
         self._observe = observe
         self._turn = asyncio.Lock()
@@ -61,6 +64,8 @@ class Engine:
     async def start(self) -> None:
         """Begin to keep time and take up what a crash interrupted."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._fell_back:  # updates may not reach back to the snapshot before: joiners need one
+            await self._save_snapshot()
         await self.submit(Recovered())
         self._spawn(self._tick_for_ever())
 
@@ -107,7 +112,14 @@ class Engine:
 
     async def _submit(self, event: Event) -> Refuse | Duplicate | None:
         async with self._turn:
-            return await self._step(event)
+            try:
+                return await self._step(event)
+            except Exception as error:
+                # The journal may hold what the state does not: stop, and let replay decide.
+                self._fail(error)
+                raise RefusedRequest(
+                    "", "the coordinator has failed; it must be restarted"
+                ) from error
 
     async def _step(self, event: Event) -> Refuse | Duplicate | None:
         new, effects = step(self.state, event, time.monotonic())
@@ -163,23 +175,31 @@ class Engine:
             )
             while await self.submit(event) is not None:
                 await asyncio.sleep(RETRY_SECONDS)
-            async with self._turn:
-                after, journal_seq = self.state, self.store.journal.last_seq()
             if self._snapshot_is_due(state):
-                await self._until_room(self._reducer.save_snapshot, after, journal_seq)
-            await self._until_room(self.store.forget_before, after.round)
+                await self._save_snapshot()
+            await self._until_room(self.store.forget_before, state.round + 1)
 
     def _snapshot_is_due(self, closed: State) -> bool:
+        """By its age, so that one which a crash prevented is made up for."""
+        assert self._reducer is not None
         round_ = closed.round + 1
-        due = round_ % self.store.config.state.snapshot_every_rounds == 0
-        return due or closed.snapshot_due or round_ == self.store.config.run.rounds
+        old = round_ - self._reducer.snapshot_round >= self.store.config.state.snapshot_every_rounds
+        return old or closed.snapshot_due or round_ == self.store.config.run.rounds
+
+    async def _save_snapshot(self) -> None:
+        """Between two reductions: the buffers are those of the state's round."""
+        assert self._reducer is not None
+        async with self._turn:
+            state, journal_seq = self.state, self.store.journal.last_seq()
+        await self._until_room(self._reducer.save_snapshot, state, journal_seq)
 
     def _reduce_or_recover(self, state: State) -> Reduced:
-        try:
-            return self._reducer.reduce(state)
-        except OSError:
-            _, self._reducer = recover(self.store)  # the old one's buffers are between two rounds
-            raise
+        reducer, self._reducer = self._reducer, None
+        if reducer is None:  # the last attempt left its buffers between two rounds
+            _, reducer = recover(self.store)
+        made = reducer.reduce(state)
+        self._reducer = reducer
+        return made
 
     async def _until_room(self, work: Callable[..., T], *args: object) -> T:
         """Do `work` in the reducer's thread; while the disk is full, say so and try again."""
@@ -202,7 +222,11 @@ class Engine:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self.failed.done():
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
             self.failed.set_exception(error)
 
     async def _tick_for_ever(self) -> None:

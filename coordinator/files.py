@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+_SUFFIX = ".partial"
+
 
 class Aside:
     """A file being written aside: `commit` gives it its name, `abort` removes it."""
@@ -15,7 +17,7 @@ class Aside:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+        self._aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
         self._file = self._aside.open("wb")
 
     def write(self, data: bytes | memoryview) -> None:
@@ -30,7 +32,8 @@ class Aside:
 
     def abort(self) -> None:
         """Remove it, unless it was committed."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
+            self._file.close()
         self._aside.unlink(missing_ok=True)
 
 
@@ -43,6 +46,12 @@ def write_aside(path: Path) -> Iterator[Aside]:
         aside.commit()
     finally:
         aside.abort()
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a process that was killed was writing aside, here and below."""
+    for path in directory.rglob(f"*{_SUFFIX}"):
+        path.unlink()
 
 
 def rename_synced(source: Path, target: Path) -> None:

@@ -45,6 +45,8 @@ class Reducer:
         self._store = store
         self._layout = store.layout
         self._buffers = store.work(snapshot)
+        self.snapshot_round = snapshot.round
+        """Round of the newest snapshot that these buffers were read from or written to."""
         self._hashes = chunk_hashes(self.theta)
 
     @property
@@ -116,6 +118,7 @@ class Reducer:
     def save_snapshot(self, state: State, journal_seq: int) -> None:
         """Write theta and the other buffers as they are, with the state that goes with them."""
         self._store.save_snapshot(state, journal_seq, self._buffers)
+        self.snapshot_round = state.round
 
 
 def norm_scales(norms: Mapping[str, float], max_ratio: float | None) -> dict[str, float]:

@@ -96,6 +96,20 @@ class Snapshots:
             log.error("snapshot of round %d is damaged: %s", snapshot.round, "; ".join(faults))
         raise LocoError(f"no sound snapshot is left in {self._directory}")
 
+    def remove_unsound(self, newest_sound: int) -> bool:
+        """Remove what a crash left half-written, and damaged ones: True if there were any of those.
+
+        `newest_sound` is the round of the snapshot that the run was recovered from.
+        """
+        fell_back = False
+        for path in self._directory.iterdir():
+            whole = (path / "manifest.json").exists()
+            damaged = whole and int(path.name) > newest_sound
+            if damaged or not whole:
+                shutil.rmtree(path)
+            fell_back = fell_back or damaged
+        return fell_back
+
     def save(
         self,
         round_: int,

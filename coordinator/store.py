@@ -21,6 +21,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.files import remove_leftovers
 from coordinator.journal import Journal
 from coordinator.snapshots import Snapshot, Snapshots
 from coordinator.state import Rules, State, initial_state
@@ -108,6 +109,14 @@ class Store:
             buffers[name] = np.memmap(target, np.float32, mode="r+")
         return buffers
 
+    def tidy(self, snapshot_round: int) -> bool:
+        """After recovery from that snapshot: remove what crashes left behind, and damage.
+
+        True if a newer snapshot was damaged.
+        """
+        remove_leftovers(self.directory)
+        return self.snapshots.remove_unsound(snapshot_round)
+
     def save_snapshot(self, state: State, journal_seq: int, buffers: dict[str, Array]) -> None:
         """Write a snapshot, then forget what no kept snapshot needs."""
         oldest = self.snapshots.save(
@@ -142,7 +151,8 @@ class Store:
         """After a commit: uploads for closed rounds and updates that nobody may ask for go."""
         for path in (self.directory / "incoming").iterdir():
             if int(path.name) < round_:
-                shutil.rmtree(path)
+                # A stream admitted at the last moment may write there: then the next time.
+                shutil.rmtree(path, ignore_errors=True)
         for path in (self.directory / "updates").iterdir():
             if path.name.isdigit() and int(path.name) < round_ - self.config.state.keep_updates:
                 path.unlink()

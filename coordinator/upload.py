@@ -95,6 +95,12 @@ class Uploads:
             writer.finishing = True
             checked = await self._check(header, event, path)
             return await self._accept(event, checked, path)
+        except FileNotFoundError:
+            answer = check_push(self._engine.state, event)
+            raise_refusal(answer)  # the round is over, and its uploads were tidied away
+            if not isinstance(answer, Duplicate):
+                raise
+            return True
         finally:
             if self._writers.get(path) is writer:
                 del self._writers[path]
@@ -185,6 +191,9 @@ class Uploads:
         size, digest = await asyncio.to_thread(_size_and_digest, path)
         if size < event.size_bytes and header.offset:
             raise RefusedRequest("", f"{size} of {event.size_bytes} bytes are here")
+        if digest.hex() != event.digest and header.offset:
+            path.unlink()  # what was here before may have been torn by a power cut: not its fault
+            raise RefusedRequest("", "the bytes here were damaged: send the shard from its start")
         try:
             if size != event.size_bytes or digest.hex() != event.digest:
                 raise RefusedRequest(
