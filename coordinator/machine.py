@@ -212,6 +212,8 @@ def _committed(state: State, event: RoundCommitted) -> State:
         digest=event.update_digest,
         theta_digest=event.theta_digest,
         included={name: state.contributions[name] for name in state.included},
+        settings=state.settings,
+        first_step=state.first_step,
     )
     sites = dict(state.sites)
     for name in state.included:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -204,7 +204,11 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.update_bytes = update.size_bytes
             response.update_digest = bytes.fromhex(update.digest)
             response.theta_digest = update.theta_digest
-            response.included = mine is not None and mine.incarnation == request.caller.incarnation
+            if mine is not None:
+                response.included = True
+                response.data_cursor = mine.data_cursor
+                response.plan.CopyFrom(self._plan(have_round, update.settings, update.first_step))
+                response.plan.inner_steps = mine.inner_steps
         elif word == "resync":
             if have_round in state.digests:  # else the site was only away for too long
                 self._monitor.digest_mismatch(site)
@@ -212,17 +216,17 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.snapshot_round = snapshot.round
             response.theta_digest = snapshot.manifest.theta_digest
         elif word == "train":
-            response.plan.CopyFrom(self._plan())
+            response.plan.CopyFrom(self._plan(state.round, state.settings, state.first_step))
         return response
 
-    def _plan(self) -> pb.RoundPlan:
-        state = self._engine.state
-        k = state.settings.get("codec.k", k_at(self._store.config.codec, state.round))
+    def _plan(self, round_: int, settings: Mapping[str, float], first_step: int) -> pb.RoundPlan:
+        config = self._store.config
+        inner_steps = int(settings.get("inner.steps", config.inner.steps))
         return pb.RoundPlan(
-            inner_steps=state.inner_steps,
-            first_step=state.first_step,
-            total_steps=state.total_steps,
-            k=int(k),
+            inner_steps=inner_steps,
+            first_step=first_step,
+            total_steps=first_step + (config.run.rounds - round_) * inner_steps,
+            k=int(settings.get("codec.k", k_at(config.codec, round_))),
         )
 
     # --- checks ---------------------------------------------------------------------------------

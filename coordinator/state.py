@@ -76,6 +76,9 @@ class Update:
     digest: str
     theta_digest: str  # of theta after it
     included: Mapping[str, Contribution]
+    settings: Mapping[str, float]
+    """Those of its round, and the run's inner steps before it: how its contributions were made."""
+    first_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +109,6 @@ class State:
     def inner_steps(self) -> int:
         """H of the current round."""
         return int(self.settings.get("inner.steps", self.rules.inner_steps))
-
-    @property
-    def total_steps(self) -> int:
-        """Inner steps of the whole run if nothing is changed any more."""
-        return self.first_step + (self.rules.rounds - self.round) * self.inner_steps
 
     @property
     def theta_digest(self) -> str:

@@ -43,7 +43,7 @@ class Exchange:
         self._theta = np.zeros(len(self.rows) * CHUNK, np.float32)
         self._ef = np.zeros_like(self._theta)
         self._sent: _Sent | None = None
-        self._anchor: npt.NDArray[np.float32] | None = None  # params at the last encode
+        self._anchor = self._theta  # params at the last encode, or theta as written after it
         self.round = 0
         self.ef_norm_sq = 0.0
         """Sum of squares of EF = a - v on this rank's rows, as `encode` left it."""
@@ -81,12 +81,13 @@ class Exchange:
         """Overwrite the replica with theta, equally on all ranks.
 
         `keep_progress`: with theta + (params - params at the last encode), so that inner steps made
-        since then are not lost; they are in the next pseudo-gradient.
+        since then are not lost, however many updates come first; they are in the next
+        pseudo-gradient.
         """
         rows = self._theta
         if keep_progress:
-            assert self._anchor is not None
             rows = rows + (self._read_rows() - self._anchor)
+        self._anchor = self._theta.copy()
         theta = self._site.gather_rows(torch.from_numpy(rows), self._layout)
         with torch.no_grad():
             for p in self._layout.parameters:

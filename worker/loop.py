@@ -36,6 +36,8 @@ class Worker:
         self._plan = pb.RoundPlan()
         self._theta_digest = ""
         self._pending: tuple[pb.PushHeader, bytes] | None = None
+        self._repeats = False
+        """All state is that of an earlier life of this site, which may have gone on from here."""
 
     def run(self) -> None:
         """Train until the run is finished."""
@@ -86,8 +88,9 @@ class Worker:
         """H inner steps, then this rank's shard; asked again in one round, the same shard."""
         self._plan = plan
         self._evaluate_if_due()
-        if self._pending is None or self._pending[0].round != self._exchange.round:
+        if not self._has_contributed():
             self._pending = self._train(plan)
+        assert self._pending is not None
         header, body = self._pending
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
             self._meanwhile.do(lambda: self._push(header, body))
@@ -153,6 +156,8 @@ class Worker:
 
     def _catch_up(self, directive: pb.WaitRoundResponse) -> None:
         """Pull the update in parts, one a rank, and apply it everywhere."""
+        if directive.included and not self._has_contributed():
+            self._repeat(directive.plan, directive.data_cursor)
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
         with self._pulse.phase(pb.SITE_PHASE_APPLY):
@@ -160,9 +165,40 @@ class Worker:
             self._site.together(lambda: self._exchange.apply(update))
             self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
             self._report_theta(directive.theta_digest)
+        self._say_fate(directive.included)
         due = self._exchange.round % self._options.checkpoint_every_rounds == 0
         if self._checkpoints and due and not self._trainer.local_steps:
             self._save_checkpoint()
+
+    def _has_contributed(self) -> bool:
+        """Whether this life of the site has encoded a contribution to the current round."""
+        return self._pending is not None and self._pending[0].round == self._exchange.round
+
+    def _repeat(self, plan: pb.RoundPlan, data_cursor: int) -> None:
+        """An earlier life of this site contributed to this round: do what it did, send nothing.
+
+        EF, inner optimizer and data then go on as in a life without the accident; in every bit, if
+        the ranks are as many as they were.
+        """
+        # Steps in between that never came to be included are lost with that life: no repeating.
+        self._repeats &= self._trainer.data_cursor + plan.inner_steps == data_cursor
+        if self._repeats:
+            log.info(
+                "repeating the contribution of an earlier life to round %d", self._exchange.round
+            )
+            self._pending = self._train(plan)
+        self._trainer.data_cursor = max(self._trainer.data_cursor, data_cursor)
+
+    def _say_fate(self, included: bool) -> None:
+        """One line a round: what became of the contribution, and theta after it."""
+        before = self._exchange.round - 1
+        mine = self._pending is not None and self._pending[0].round == before
+        fate = (
+            "included" if included else "not included, kept in error feedback" if mine else "none"
+        )
+        if self._site.leads:
+            digest = self._theta_digest[:16]
+            log.info("round %d: contribution %s; theta is now %s", before, fate, digest)
 
     def _pull(self, directive: pb.WaitRoundResponse) -> bytes:
         size, ranks = directive.update_bytes, self._site.num_ranks
@@ -227,14 +263,16 @@ class Worker:
             theta, error_feedback, optimizers = self._checkpoints.load(saved, rows)
             mine = reshard(optimizers, rank=self._site.rank, size=self._site.num_ranks)
             self._trainer.optimizer.load_state_dict(mine)
-            self._trainer.data_cursor = max(saved.data_cursor, joined.data_cursor)
             if joined.keep_state:
                 log.info("going on from the checkpoint of round %d", saved.round)
+                self._trainer.data_cursor = saved.data_cursor
+                self._repeats = True
                 self._exchange.restore(theta, error_feedback, saved.round)
                 self._exchange.write_parameters()
                 self._report_theta(saved.theta_digest)
                 return self._next_directive()
             log.warning("the checkpoint of round %d is too old: its EF is dropped", saved.round)
+            self._trainer.data_cursor = max(saved.data_cursor, joined.data_cursor)
         return pb.WaitRoundResponse(
             directive=pb.DIRECTIVE_RESYNC,
             snapshot_round=joined.snapshot_round,
@@ -293,8 +331,9 @@ class Worker:
             span = self._exchange.snapshot_span
             data = self._site.together(lambda: self._session.snapshot(round_, span))
             self._exchange.load(data, round_)
+            self._trainer.drop_local_steps()
             self._pending = None
-            self._pending = None
+            self._repeats = False
             self._exchange.write_parameters()
             self._report_theta(digest)
         if self._theta_digest != digest:

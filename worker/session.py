@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -32,6 +32,7 @@ from loco.wire.protocol import (
 from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+from worker.stall import StalledError, Watch
 
 log = logging.getLogger("loco.worker")
 
@@ -42,12 +43,29 @@ CALL_SECONDS = 30.0
 POLL_SECONDS = 20.0
 MAX_PAUSE_SECONDS = 5.0
 SAY_SECONDS = 5.0  # between lines about a coordinator that is away
-# Answers that mean "not now": the coordinator is starting, stopping or out of reach.
-_TRY_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Answers that mean "not now": the coordinator is starting, stopping, out of reach or has failed,
+# or bytes were damaged on the way.
+_TRY_AGAIN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
+# Refusals that an operator resolves while the site waits: a full disk, or a coordinator with an
+# older copy of its state, which the site's progress and EF must survive.
+_WAIT_FOR = ("disk_full", "ahead")
 
 
 class DamagedBlockError(Exception):
     """A block came with another checksum than it left with; it is fetched again."""
+
+
+class _Stream(Protocol):
+    """A download in progress: the stubs' types know only that it is an iterator."""
+
+    def __iter__(self) -> Iterator[pb.PullResponse | pb.SnapshotResponse]: ...
+
+    def cancel(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +161,10 @@ class Session:
             header.offset = 0 if fresh else self._push_offset(header)
             self.resumed_bytes += header.offset
             fresh = False
-            response: pb.PushResponse = self._stub.Push(self._push_messages(header, body))
+            with Watch() as watch:
+                call = self._stub.Push.future(self._push_messages(header, body, watch))
+                watch.start(call.cancel)
+                response: pb.PushResponse = call.result()
             return response
 
         response = self._patiently(push_once)
@@ -154,44 +175,44 @@ class Session:
         request = self._sent(pb.PushOffsetRequest(header=header), "control")
         answer = self._stub.PushOffset(request, timeout=CALL_SECONDS)
         self._received(answer, "control")
+        if answer.offset > header.offset:
+            self._away_since = None  # it breaks again and again, but moves
         return answer.offset
 
-    def _push_messages(self, header: pb.PushHeader, body: bytes) -> Iterator[pb.PushRequest]:
+    def _push_messages(
+        self, header: pb.PushHeader, body: bytes, watch: Watch
+    ) -> Iterator[pb.PushRequest]:
         yield self._sent(pb.PushRequest(header=header), "contribution")
         for start in range(header.offset, len(body), BLOCK_BYTES):
+            watch.moved()
             data = body[start : start + BLOCK_BYTES]
             yield self._sent(pb.PushRequest(block=make_block(data)), "contribution")
 
     def pull(self, round_: int, span: range) -> bytes:
         """These bytes of the update that ends a round."""
 
-        def ask(offset: int) -> Iterator[pb.PullResponse]:
+        def ask(offset: int) -> _Stream:
             request = pb.PullRequest(
                 caller=self.caller, round=round_, offset=offset, length=span.stop - offset
             )
-            return self._stub.Pull(self._sent(request, "control"))
+            return cast(_Stream, self._stub.Pull(self._sent(request, "control")))
 
         return self._download(ask, span, "update")
 
     def snapshot(self, round_: int, span: range) -> bytes:
         """These bytes of theta at a snapshot's round."""
 
-        def ask(offset: int) -> Iterator[pb.SnapshotResponse]:
+        def ask(offset: int) -> _Stream:
             request = pb.SnapshotRequest(
                 caller=self.caller, round=round_, offset=offset, length=span.stop - offset
             )
-            return self._stub.Snapshot(self._sent(request, "control"))
+            return cast(_Stream, self._stub.Snapshot(self._sent(request, "control")))
 
         return self._download(ask, span, "snapshot")
 
     # --- plumbing -------------------------------------------------------------------------------
 
-    def _download(
-        self,
-        ask: Callable[[int], Iterator[pb.PullResponse] | Iterator[pb.SnapshotResponse]],
-        span: range,
-        kind: str,
-    ) -> bytes:
+    def _download(self, ask: Callable[[int], _Stream], span: range, kind: str) -> bytes:
         """Bytes of `span`; after a broken connection it goes on where it stopped."""
         data = bytearray()
 
@@ -199,11 +220,16 @@ class Session:
             if len(data) == len(span):
                 return
             self.resumed_bytes += len(data)
-            for response in ask(span.start + len(data)):
-                self._received(response, kind)
-                if not is_sound(response.block):
-                    raise DamagedBlockError(f"a block of the {kind} was damaged on the way")
-                data.extend(response.block.data)
+            with Watch() as watch:
+                stream = ask(span.start + len(data))
+                watch.start(stream.cancel)
+                for response in stream:
+                    watch.moved()
+                    self._received(response, kind)
+                    self._away_since = None
+                    if not is_sound(response.block):
+                        raise DamagedBlockError(f"a block of the {kind} was damaged on the way")
+                    data.extend(response.block.data)
 
         self._patiently(go_on)
         return bytes(data)
@@ -225,7 +251,7 @@ class Session:
         while True:
             try:
                 result = attempt()
-            except (grpc.RpcError, DamagedBlockError) as error:
+            except (grpc.RpcError, DamagedBlockError, StalledError) as error:
                 self._check_hope(error)
                 self.retries += 1
                 time.sleep(pause * random.uniform(0.5, 1.0))
@@ -239,26 +265,30 @@ class Session:
         """How long the coordinator has not answered; 0 while it does."""
         return 0.0 if self._away_since is None else time.monotonic() - self._away_since
 
-    def _check_hope(self, error: grpc.RpcError | DamagedBlockError) -> None:
+    def _check_hope(self, error: grpc.RpcError | DamagedBlockError | StalledError) -> None:
         """Return where another attempt may help; raise where it cannot, or patience is over."""
         if isinstance(error, DamagedBlockError):
             log.warning("%s; fetching it again", error)
-            return
-        refused = refusal_of(error)
-        if refused is not None and refused.reason != "disk_full":
-            raise refused from None
-        if refused is None and error.code() not in _TRY_AGAIN:
-            raise UnreachableError(
-                f"the coordinator at {self.address} failed: {describe(error)}"
-            ) from None
+        elif isinstance(error, StalledError):
+            self._check_patience(str(error))
+        else:
+            refused = refusal_of(error)
+            if refused is not None and refused.reason not in _WAIT_FOR:
+                raise refused from None
+            if refused is None and error.code() not in _TRY_AGAIN:
+                raise UnreachableError(
+                    f"the coordinator at {self.address} failed: {describe(error)}"
+                ) from None
+            self._check_patience(describe(error))
+
+    def _check_patience(self, why: str) -> None:
         if self._away_since is None:
             self._away_since = self._said = time.monotonic()
         away = self.away_seconds
         if away >= self._patience:
             raise UnreachableError(
                 f"the coordinator at {self.address} did not answer for {away:.0f} s "
-                f"({describe(error)}): check the address and that it runs, or give a longer "
-                "--patience"
+                f"({why}): check the address and that it runs, or give a longer --patience"
             ) from None
         if time.monotonic() - self._said >= SAY_SECONDS:
             self._said = time.monotonic()
@@ -267,7 +297,7 @@ class Session:
                 self.address,
                 away,
                 self._patience - away,
-                describe(error),
+                why,
             )
 
     def _sent(self, message: MessageT, kind: str) -> MessageT:

@@ -72,6 +72,11 @@ class Trainer:
         """Inner steps since the last exchange."""
         return self._local_steps
 
+    def drop_local_steps(self) -> None:
+        """Theta is replaced: what was done since the last exchange is gone, its data come again."""
+        self.data_cursor -= self._local_steps
+        self._local_steps, self._nats = 0, 0.0
+
     def exchanged(self) -> Local:
         """Begin a new count; returns what was done since the last exchange.
 

@@ -977,6 +977,7 @@ class WaitRoundResponse(_message.Message):
     INCLUDED_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ROUND_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    DATA_CURSOR_FIELD_NUMBER: _builtins.int
     directive: Global___Directive.ValueType
     """The directive."""
     message: _builtins.str
@@ -988,12 +989,14 @@ class WaitRoundResponse(_message.Message):
     theta_digest: _builtins.str
     """For UPDATE: digest of theta after it, hex. For RESYNC: of theta in the snapshot."""
     included: _builtins.bool
-    """For UPDATE: whether it includes a contribution of this site."""
+    """For UPDATE: whether it includes a contribution of this site, of any incarnation."""
     snapshot_round: _builtins.int
     """For RESYNC: round of the snapshot."""
+    data_cursor: _builtins.int
+    """For UPDATE with `included`: the site's position in its data after that contribution."""
     @_builtins.property
     def plan(self) -> Global___RoundPlan:
-        """For TRAIN: how."""
+        """For TRAIN: how. For UPDATE with `included`: how that contribution was made."""
 
     def __init__(
         self,
@@ -1006,10 +1009,11 @@ class WaitRoundResponse(_message.Message):
         included: _builtins.bool = ...,
         snapshot_round: _builtins.int = ...,
         plan: Global___RoundPlan | None = ...,
+        data_cursor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directive", b"directive", "included", b"included", "message", b"message", "plan", b"plan", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "directive", b"directive", "included", b"included", "message", b"message", "plan", b"plan", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
