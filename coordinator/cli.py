@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this package to `loco`."""
     app.command()(coordinator)
     app.command()(export)
+    app.command()(report)
     app.add_typer(state_app, name="state", help="Look after a state directory.")
 
 
@@ -67,6 +68,17 @@ def export(
         store.close()
     size = f"{store.layout.num_parameters:,} parameters"
     typer.echo(f"wrote theta of round {run.round} ({size}) to {out}")
+
+
+def report(
+    state: State,
+    out: Annotated[Path, typer.Option(help="File to write, for example report.html.")],
+) -> None:
+    """Write a run's plots as one self-contained page; also while the run goes on."""
+    from coordinator.report import write_report
+
+    write_report(state, out)
+    typer.echo(f"wrote {out}")
 
 
 state_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

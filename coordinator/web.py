@@ -29,7 +29,8 @@ from loco.wire.protocol import split_address
 log = logging.getLogger("loco.coordinator")
 
 PAGE = resources.files("coordinator").joinpath("page")
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_FILES = ("index.html", "page.css", "uPlot.css", "page.js", "charts.js", "uPlot.js")
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -64,10 +65,10 @@ class Pages:
             ("/readyz", self._readyz),
         ):
             app.router.add_get(path, handler)
-        for file in PAGE.iterdir():
-            if (kind := _TYPES.get(os.path.splitext(file.name)[1])) is not None:
-                path = "/" if file.name == "index.html" else f"/{file.name}"
-                app.router.add_get(path, _serve(file.read_bytes(), kind))
+        for name in _FILES:
+            path = "/" if name == "index.html" else f"/{name}"
+            kind = _TYPES[name.rpartition(".")[2]]
+            app.router.add_get(path, _serve(PAGE.joinpath(name).read_bytes(), kind))
         return app
 
     async def _status(self, _: web.Request) -> web.Response:

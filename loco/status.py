@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -22,6 +23,20 @@ Status = dict[str, Any]
 
 _TIMEOUT_SECONDS = 5.0
 _REFRESH_SECONDS = 1.0
+_LAST_NOTES = 10
+_BAR_LETTERS = 20
+_WIDE_COLUMNS = 100
+# A letter and a colour for each phase, in the order of a round.
+_PHASES = {
+    "compute": ("c", "green"),
+    "encode": ("e", "magenta"),
+    "push": ("p", "yellow"),
+    "wait": ("w", "bright_black"),
+    "pull": ("l", "blue"),
+    "apply": ("a", "cyan"),
+    "eval": ("v", "bright_cyan"),
+    "sync": ("s", "bright_yellow"),
+}
 
 
 class StatusClient:
@@ -59,49 +74,119 @@ def print_json(address: str) -> None:
 
 
 def print_once(address: str) -> None:
-    Console().print(render(StatusClient(address).fetch()))
+    console = Console()
+    console.print(_shown(console, StatusClient(address).fetch()))
+
+
+def _shown(console: Console, status: Status) -> RenderableType:
+    return render(status, wide=console.width >= _WIDE_COLUMNS)
 
 
 def watch(address: str) -> None:
     """Refresh until Ctrl+C; a coordinator that is away is said and waited for."""
     client = StatusClient(address)
-    with Live(render(client.fetch()), auto_refresh=False) as live:
+    client.fetch()  # a wrong address ends here, instead of waiting for ever
+    with Live(auto_refresh=False) as live:
         while True:
-            time.sleep(_REFRESH_SECONDS)
             try:
-                live.update(render(client.fetch()), refresh=True)
+                live.update(_shown(live.console, client.fetch()), refresh=True)
             except UnreachableError as error:
                 live.update(Text(str(error), style="red"), refresh=True)
+            time.sleep(_REFRESH_SECONDS)
 
 
-def render(status: Status) -> RenderableType:
-    """The document as a headline and a table of sites."""
+def render(status: Status, *, wide: bool) -> RenderableType:
+    """The document as a person reads it: headline, sites, what was refused and what happened.
+
+    `wide` is for terminals of at least 100 columns.
+    """
+    return Group(_headline(status), _sites(status, wide=wide), *_last(status))
+
+
+def _headline(status: Status) -> Text:
     last = status["validation"][-1] if status["validation"] else None
     measured = (
         f"validation {last['bits_per_byte']:.3f} bits per byte at round {last['round']}"
         if last
         else "validation not measured yet"
     )
-    headline = Text(
+    held = f" ({status['hold']} by an operator)" if status["hold"] != "none" else ""
+    return Text(
         f"run {status['run_id']}: round {status['round']} of {status['rounds']}, "
-        f"{status['phase']}; {measured}\n{status['waiting_for']}\n"
+        f"{status['phase']}{held}{_time_left(status)}; {measured}\n{status['waiting_for']}\n"
         f"sites registered {status['sites_registered']}, alive {status['sites_alive']}, "
         f"included {status['sites_included']}; theta {status['theta_digest'][:16]}"
     )
-    table = Table("site", "status", "doing", "round", "tokens", "loss, bits per byte", "up", "down")
+
+
+def _time_left(status: Status) -> str:
+    rounds, each = status["rounds"] - status["round"], status["seconds_a_round"]
+    return f", {human_seconds(rounds * each)} left" if rounds and each else ""
+
+
+def _sites(status: Status, *, wide: bool) -> Table:
+    table = Table("site", "doing", "bound by", "time by phase", box=None, pad_edge=False)
+    numbers = [
+        "round",
+        "loss",
+        "up",
+        "down",
+        *(["up, rate", "down, rate", "ranks"] if wide else []),
+    ]
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
     for site in status["sites"]:
-        loss = site["train_bits_per_byte"]
+        alive = site["status"] in ("syncing", "ready")
+        cells = {
+            "round": str(site["round"]),
+            "loss": _known(site["train_bits_per_byte"], "{:.3f}".format),
+            "up": human_bytes(site["bytes_up"]),
+            "down": human_bytes(site["bytes_down"]),
+            "up, rate": _known(site["goodput_up"], _rate),
+            "down, rate": _known(site["goodput_down"], _rate),
+            "ranks": str(site["ranks"]),
+        }
         table.add_row(
-            f"{site['name']} ({site['ranks']} ranks)",
-            site["status"],
-            site["phase"],
-            str(site["round"]),
-            f"{site['tokens']:,}",
-            "" if loss is None else f"{loss:.3f}",
-            human_bytes(site["bytes_up"]),
-            human_bytes(site["bytes_down"]),
+            site["name"],
+            site["phase"] if alive else site["status"],
+            site["bound"] or "",
+            _bar(site["phase_seconds_lately"]),
+            *(cells[heading] for heading in numbers),
         )
-    return Group(headline, table)
+    return table
+
+
+def _known(value: float | None, form: Callable[[float], str]) -> str:
+    return "" if value is None else form(value)
+
+
+def _rate(num_bytes: float) -> str:
+    return f"{human_bytes(num_bytes)}/s"
+
+
+def _bar(phase_seconds: dict[str, float]) -> Text:
+    """Shares of the last rounds' time, one letter a twentieth: `cccccccccepppwwwwwl`."""
+    total = sum(phase_seconds.values())
+    bar, done = Text(), 0.0
+    for phase, (letter, style) in _PHASES.items():
+        begin = round(_BAR_LETTERS * done / total) if total else 0
+        done += phase_seconds.get(phase, 0.0)
+        end = round(_BAR_LETTERS * done / total) if total else 0
+        bar.append(letter * (end - begin), style)
+    return bar
+
+
+def _last(status: Status) -> list[Text]:
+    """The last refusals and events, a line each."""
+    lines = [
+        Text(f"{letter} {phase}  ", style, end="") for phase, (letter, style) in _PHASES.items()
+    ]
+    lines.append(Text(""))
+    told = [(n["at"], f"refused, {n['what']}: {n['message']}") for n in status["refusals"]]
+    told += [(n["at"], n["message"]) for n in status["notes"]]
+    for at, message in sorted(told, reverse=True)[:_LAST_NOTES]:
+        lines.append(Text(f"{time.strftime('%H:%M:%S', time.localtime(at))} {message}"))
+    return lines
 
 
 def human_bytes(count: float) -> str:
@@ -111,3 +196,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """5430 -> '1.5 h'."""
+    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}" if unit != "h" else f"{seconds / size:.1f} h"
+    return f"{seconds / 86_400:.1f} d"

@@ -61,8 +61,12 @@ class RoundChart {
       this.plot?.destroy();
       this.plot = new uPlot(this.options(wanted), [rounds, ...wanted.data], this.box);
     }
-    // Without a pointer on the chart the legend tells what is known last.
-    if (this.plot.cursor.left < 0) this.plot.setLegend({ idx: rounds.length - 1 });
+    this.rest();
+  }
+
+  // Without a pointer on the chart the legend tells what is known last.
+  rest() {
+    if (!(this.plot?.cursor.left >= 0)) this.plot?.setLegend({ idx: this.history.rounds.length - 1 });
   }
 
   restyle() {
@@ -91,6 +95,7 @@ class RoundChart {
       ],
       series: [{ label: "round", value: (_, v) => v ?? "–" }, ...series],
       bands,
+      hooks: { ready: [() => setTimeout(() => this.rest())] },
     };
   }
 }
