@@ -10,6 +10,7 @@ Bounded: the last 1,000 rounds, 90 kB a site, whatever the length of the run.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sqlite3
 import threading
@@ -20,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loco.metrics import PHASES
+
+log = logging.getLogger("loco.coordinator")
 
 HISTORY_FILE = "history.sqlite"  # in the state directory
 MAX_ROUNDS = 1000
@@ -205,11 +208,29 @@ class HistoryFile:
     """history.sqlite. One writer; never on the event loop."""
 
     def __init__(self, path: Path) -> None:
+        """Raises sqlite3.DatabaseError for a file that is something else."""
         self._lock = threading.Lock()
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # a lost second of plots is no loss
-        self._db.executescript(_SCHEMA)
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")  # a lost second of plots is no loss
+            self._db.executescript(_SCHEMA)
+        except sqlite3.DatabaseError:
+            self._db.close()
+            raise
+
+    @classmethod
+    def open_or_begin_anew(cls, path: Path) -> HistoryFile:
+        """A damaged file is put aside: plots must not keep a run from starting."""
+        try:
+            return cls(path)
+        except sqlite3.DatabaseError as error:
+            aside = path.with_suffix(".damaged")
+            path.replace(aside)
+            log.warning(
+                "%s is damaged (%s): the plots begin anew, it is now %s", path, error, aside
+            )
+            return cls(path)
 
     def read(self) -> list[tuple[int, str, str]]:
         """All rows, oldest round first."""

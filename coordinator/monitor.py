@@ -88,7 +88,7 @@ class Monitor:
         self._disk_at = -math.inf
         self._visible: dict[str, float | None] = {}  # sites with series -> when they departed
         self.history = History()
-        self._file = HistoryFile(store.directory / HISTORY_FILE)
+        self._file = HistoryFile.open_or_begin_anew(store.directory / HISTORY_FILE)
         self.history.restore(self._file.read())
         self._inner_steps = store.config.inner.steps
         self._describe_run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from importlib import resources
@@ -57,25 +58,20 @@ def report_document(state: Path) -> dict[str, Any]:
 
 
 def _facts(state: Path) -> dict[str, str]:
-    journal = Journal(state / "journal.sqlite")
-    try:
+    with contextlib.closing(Journal(state / "journal.sqlite")) as journal:
         return journal.facts()
-    finally:
-        journal.close()
 
 
 def _history(state: Path) -> History:
     path = state / HISTORY_FILE
     if not path.exists():
         raise ConfigError(f"{path} is missing: the run was never served, or the file was removed")
-    file = HistoryFile(path)
     history = History()
     try:
-        history.restore(file.read())
+        with contextlib.closing(HistoryFile(path)) as file:
+            history.restore(file.read())
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"{path} cannot be read ({error}); remove it to begin anew") from error
-    finally:
-        file.close()
     return history
 
 
