@@ -13,6 +13,8 @@ import os
 import sys
 from datetime import UTC, datetime
 
+from loco.errors import ConfigError
+
 FIELDS = ("run", "site", "rank", "round", "phase")
 
 _fields: dict[str, str | int] = {}
@@ -26,10 +28,11 @@ def log_fields(**fields: str | int) -> None:
 def start_logging(prefix: str) -> None:
     """Send loco's log to stderr; `prefix` says who writes in the text form."""
     handler = logging.StreamHandler(sys.stderr)
-    if os.environ.get("LOCO_LOG") == "json":
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix} %(message)s", "%H:%M:%S"))
+    form = os.environ.get("LOCO_LOG", "text")
+    if form not in ("text", "json"):
+        raise ConfigError(f"LOCO_LOG={form!r} is not known: use text or json")
+    text = logging.Formatter(f"%(asctime)s {prefix} %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
     logger = logging.getLogger("loco")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
