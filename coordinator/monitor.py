@@ -325,7 +325,10 @@ class Monitor:
                 train_bits_per_byte=report.train_bits_per_byte,
                 ef_norm=report.ef_norm,
             )
-            self.metrics.sites.ef_norm.labels(site).set(report.ef_norm)
+            sites = self.metrics.sites
+            sites.ef_norm.labels(site).set(report.ef_norm)
+            sites.grad_norm.labels(site).set(report.grad_norm)
+            sites.mask_density.labels(site).set(report.mask_density)
         for measured in beat.evaluations:
             self.history.tell(RUN, measured.round, validation_bits_per_byte=measured.bits_per_byte)
             self.metrics.run.validation_bits_per_byte.set(measured.bits_per_byte)
@@ -355,6 +358,7 @@ class Monitor:
             (sites.retries, "retries", beat.totals.retries),
             (sites.resumed_bytes, "resumed_bytes", beat.totals.resumed_bytes),
             (sites.in_site_bytes, "in_site_bytes", beat.totals.in_site_bytes),
+            (sites.skipped_steps, "skipped_steps", beat.totals.skipped_steps),
             (sites.inner_steps, "inner_steps", told.inner_steps),
             (sites.non_finite, "non_finite", beat.non_finite),
         ):

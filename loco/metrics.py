@@ -225,6 +225,19 @@ class SiteMetrics:
         self.ef_norm = gauge(
             "loco_ef_norm", "Euclidean norm of the site's error feedback, last round.", "site"
         )
+        self.grad_norm = gauge(
+            "loco_grad_norm", "Norm of the last gradient of a round, before clipping.", "site"
+        )
+        self.mask_density = gauge(
+            "loco_mask_density_ratio",
+            "Share of the gradient's positions that the ranks exchange: below 1 with SCAPE.",
+            "site",
+        )
+        self.skipped_steps = counter(
+            "loco_skipped_steps_total",
+            "Inner steps that the site skipped because a gradient was not finite.",
+            "site",
+        )
         self.goodput = gauge(
             "loco_link_goodput_bytes_per_second",
             "Payload bytes a second while contributions go up or updates come down, last round.",

@@ -131,7 +131,10 @@ class Worker:
                 round=round_,
                 train_bits_per_byte=stats.train_bits_per_byte,
                 ef_norm=math.sqrt(ef_norm_sq),
+                mask_density=self._trainer.mask_density,
+                grad_norm=self._trainer.optimizer.last_grad_norm,
             )
+            beat.totals.skipped_steps = self._trainer.optimizer.skipped_steps
             beat.totals.retries = int(retries)
             beat.totals.resumed_bytes = int(resumed_bytes)
             beat.totals.in_site_bytes = int(in_site_bytes)

@@ -10,6 +10,7 @@ import torch
 from loco.config import Config
 from loco.data import DataStream, bits_per_byte, evaluate, load_tokens, validation_windows
 from loco.errors import NonFiniteError
+from loco.inner import Scape
 from loco.inner.build import build_inner, lr_at
 from loco.model import build_model
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -58,6 +59,11 @@ class Trainer:
     def in_site_bytes(self) -> int:
         """Bytes that this rank has handed to collectives with the other ranks of its site."""
         return self._site.group.bytes_sent
+
+    @property
+    def mask_density(self) -> float:
+        """Share of the gradient's positions that the ranks exchange in an inner step."""
+        return self.optimizer.current_density() if isinstance(self.optimizer, Scape) else 1.0
 
     def train(self, num_steps: int, plan: pb.RoundPlan) -> None:
         """Inner steps; the learning rate follows the run's steps, the data this site's own."""

@@ -97,12 +97,33 @@ def sites() -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
+                "Gradient norm",
+                "Of the last inner step of each round, before clipping.",
+                ((f"loco_grad_norm{{{SITES}}}", "{{site}}"),),
+                unit="none",
+            )
+        )
+        .with_panel(
+            lines(
+                "Mask density",
+                "Share of the gradient's positions that the ranks of a site exchange; below 1 with "
+                "SCAPE.",
+                ((f"loco_mask_density_ratio{{{SITES}}}", "{{site}}"),),
+                unit="percentunit",
+            )
+        )
+        .with_panel(
+            lines(
                 "Rounds missed, mismatches, non-finite",
                 "Increase over an hour.",
                 (
                     (f"increase(loco_site_rounds_missed_total{{{SITES}}}[1h])", "{{site}} missed"),
                     (f"increase(loco_digest_mismatches_total{{{SITES}}}[1h])", "{{site}} digest"),
                     (f"increase(loco_non_finite_total{{{SITES}}}[1h])", "{{site}} non-finite"),
+                    (
+                        f"increase(loco_skipped_steps_total{{{SITES}}}[1h])",
+                        "{{site}} skipped steps",
+                    ),
                 ),
                 unit="none",
             )

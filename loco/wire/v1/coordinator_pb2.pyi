@@ -568,22 +568,30 @@ class RoundReport(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     TRAIN_BITS_PER_BYTE_FIELD_NUMBER: _builtins.int
     EF_NORM_FIELD_NUMBER: _builtins.int
+    MASK_DENSITY_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     train_bits_per_byte: _builtins.float
     """Mean training loss, bits per byte."""
     ef_norm: _builtins.float
     """Euclidean norm of the error feedback that stays at the site, over all ranks."""
+    mask_density: _builtins.float
+    """Share of the gradient's positions that the ranks exchanged in the last inner step."""
+    grad_norm: _builtins.float
+    """Euclidean norm of the last inner step's gradient, before clipping."""
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         train_bits_per_byte: _builtins.float = ...,
         ef_norm: _builtins.float = ...,
+        mask_density: _builtins.float = ...,
+        grad_norm: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ef_norm", b"ef_norm", "round", b"round", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ef_norm", b"ef_norm", "grad_norm", b"grad_norm", "mask_density", b"mask_density", "round", b"round", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,22 +606,26 @@ class SiteTotals(_message.Message):
     RETRIES_FIELD_NUMBER: _builtins.int
     RESUMED_BYTES_FIELD_NUMBER: _builtins.int
     IN_SITE_BYTES_FIELD_NUMBER: _builtins.int
+    SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     retries: _builtins.int
     """Calls that were tried again because the coordinator did not answer."""
     resumed_bytes: _builtins.int
     """Bytes of downloads that did not have to be fetched again after a broken connection."""
     in_site_bytes: _builtins.int
     """Bytes that the ranks handed to collectives among themselves."""
+    skipped_steps: _builtins.int
+    """Inner steps that all ranks skipped together because a gradient was not finite."""
     def __init__(
         self,
         *,
         retries: _builtins.int = ...,
         resumed_bytes: _builtins.int = ...,
         in_site_bytes: _builtins.int = ...,
+        skipped_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_site_bytes", b"in_site_bytes", "resumed_bytes", b"resumed_bytes", "retries", b"retries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_site_bytes", b"in_site_bytes", "resumed_bytes", b"resumed_bytes", "retries", b"retries", "skipped_steps", b"skipped_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
