@@ -44,6 +44,7 @@ from coordinator.state import State, Update
 from coordinator.status import status_document
 from coordinator.store import Store
 from coordinator.told import Told
+from coordinator.tracing import traces_if_wanted
 from loco.log import log_fields
 from loco.metrics import ORDERS, PHASES, STATES, CoordinatorMetrics
 from loco.outer import alpha_at, k_at
@@ -91,6 +92,7 @@ class Monitor:
         self._file = HistoryFile.open_or_begin_anew(store.directory / HISTORY_FILE)
         self.history.restore(self._file.read())
         self._inner_steps = store.config.inner.steps
+        self._traces = traces_if_wanted(store.run_id)
         self._describe_run()
 
     def _describe_run(self) -> None:
@@ -131,6 +133,8 @@ class Monitor:
             case RoundOpened():
                 if math.isnan(self.history.run.get("opened_at", event.round)):  # else opened wider
                     self.history.tell(RUN, event.round, opened_at=now)
+                    if self._traces:
+                        self._traces.opened(event.round, now)
             case RoundClosed():
                 self._closed(event, state)
             case RoundCommitted():
@@ -219,6 +223,9 @@ class Monitor:
         values = self._decoded_values(update)
         self._measure_payloads(update, sum(values.values()))
         self._unmeasured[event.round] = values
+        if self._traces:
+            closed_at = self.history.run.get("closed_at", event.round)
+            self._traces.committed(event.round, closed_at, now)
         self.history.reach(event.round + 1)
 
     def _decoded_values(self, update: Update) -> dict[str, int]:
@@ -313,6 +320,8 @@ class Monitor:
         for span in told.new_spans(beat, self._clock()):
             self.history.tell_phase(site, span.round, span.phase, span.seconds)
             self.metrics.run.phase_seconds.labels(span.phase).observe(span.seconds)
+            if self._traces:
+                self._traces.phase(site, span)
             if span.phase == "compute":
                 each = span.seconds / self._inner_steps
                 self.metrics.sites.inner_step_seconds.labels(site).set(each)
@@ -413,6 +422,8 @@ class Monitor:
         """A last turn, then close the file."""
         await self.housekeeping()
         self._file.close()
+        if self._traces:
+            await asyncio.to_thread(self._traces.close)
 
     # --- what people see ------------------------------------------------------------------------
 
