@@ -1,0 +1,56 @@
+"""The runs that the chaos harness disturbs: tiny models, so that a round is mostly protocol."""
+
+from __future__ import annotations
+
+from .processes import Raw
+
+ENDLESS = 1_000_000  # rounds: the harness ends the run with a drain
+
+
+def exact_run(seed: int, rounds: int = ENDLESS) -> Raw:
+    """Every site is in every round, whatever happens: the run must equal an undisturbed one.
+
+    No site makes inner steps while it waits (`max_local_steps`), nobody is given up
+    (`dead_after_seconds`), no round closes early (`grace_seconds`).
+    """
+    return {
+        "run": {"name": "exact", "seed": seed, "rounds": rounds},
+        "model": _model(dim=32, num_layers=1),
+        "data": {"batch": 4},
+        "inner": {"steps": 2, "max_local_steps": 2, "warmup_steps": 0},
+        "codec": {"k": 256},
+        "quorum": {
+            "min_sites": 2,
+            "grace_seconds": 3600.0,
+            "dead_after_seconds": 3600.0,
+            "heartbeat_seconds": 0.5,
+        },
+        "state": {"snapshot_every_rounds": 2, "keep_updates": 10},
+        "eval": {"every_rounds": 0},
+    }
+
+
+def quorum_run(seed: int, rounds: int = ENDLESS) -> Raw:
+    """Rounds close without a site that is away, which goes on by itself and comes back.
+
+    Dense contributions of four blocks, so that transfers can break in the middle.
+    """
+    raw = exact_run(seed, rounds)
+    raw["run"]["name"] = "quorum"
+    raw["model"] = _model(dim=96, num_layers=2)
+    raw["inner"] |= {"max_local_steps": 20}
+    raw["codec"] = {"bits": 32}
+    raw["outer"] = {"aggregation": "mean"}
+    raw["quorum"] |= {"grace_seconds": 1.0, "dead_after_seconds": 4.0}
+    return raw
+
+
+def _model(*, dim: int, num_layers: int) -> dict[str, int]:
+    return {
+        "dim": dim,
+        "num_layers": num_layers,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "ffn_dim": 2 * dim,
+        "seq_len": 32,
+    }
