@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,12 @@ class FeedbackEncoded(Encoded):
 
     def undo(self, ef: Tensor | Floats) -> None:
         """Turn `ef` = a - v back into a, bit for bit, because v was refused."""
-        writable(ef, "ef")[self.indices] = self.originals
+        if _on_device(ef):
+            from loco.codec import device
+
+            device.put(ef, self.indices, self.originals)
+        else:
+            writable(ef, "ef")[self.indices] = self.originals
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ def encode_feedback(
     """Encode a = beta * ef + (theta - params) and leave a - v in `ef`.
 
     Args:
-        theta, params, ef: fp32, one length, flat order; `ef` contiguous, it is written.
+        theta, params, ef: fp32, one length, flat order; `ef` contiguous, it is written. All on the
+            CPU, or all on one device, where a Triton kernel does the work.
         beta: decay of the error feedback, rounded to fp32; then every operation rounds to fp32.
         k, bits, chunk, num_threads: as `encode`; bits = 32 sends a itself, `ef` becomes zero.
 
@@ -90,6 +96,10 @@ def encode_feedback(
             `undo`; checking these two as well would cost a fifth of the speed.
         ValueError: as `encode`; or lengths differ, or `ef` is not contiguous.
     """
+    if _on_device(ef):
+        from loco.codec import device
+
+        return device.encode_feedback(theta, params, ef, beta=beta, k=k, bits=bits, chunk=chunk)
     buffers = Buffers(as_flat(theta), as_flat(params), writable(ef, "ef"))
     lengths = [len(buffers.theta), len(buffers.params), len(buffers.ef)]
     if len(set(lengths)) > 1:
@@ -101,6 +111,10 @@ def encode_feedback(
     check_bits(bits)
     check_threads(num_threads)
     return _send_top(buffers, ks, decay, bits, chunk, num_threads)
+
+
+def _on_device(ef: Tensor | Floats) -> TypeGuard[Tensor]:
+    return not isinstance(ef, np.ndarray) and ef.device.type != "cpu"
 
 
 def _send_top(
