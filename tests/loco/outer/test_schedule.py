@@ -1,0 +1,24 @@
+"""Schedules of the outer loop against the values that they are defined by.
+
+pytest tests/loco/outer/test_schedule.py
+"""
+
+from __future__ import annotations
+
+from loco.config import CodecConfig, OuterConfig
+from loco.outer import alpha_at, k_at
+
+
+def test_k_falls_geometrically_and_then_stays() -> None:
+    codec = CodecConfig(k=64, k_start=1024, k_ramp_rounds=4)
+    assert [k_at(codec, round_) for round_ in range(6)] == [1024, 512, 256, 128, 64, 64]
+
+
+def test_k_without_a_ramp() -> None:
+    assert {k_at(CodecConfig(k=32), round_) for round_ in range(3)} == {32}
+
+
+def test_alpha_is_that_of_the_last_step_reached() -> None:
+    outer = OuterConfig(alpha=1.0, alpha_steps={10: 0.65, 20: 0.4})
+    found = [alpha_at(outer, round_) for round_ in (0, 9, 10, 19, 20, 99)]
+    assert found == [1.0, 1.0, 0.65, 0.65, 0.4, 0.4]
