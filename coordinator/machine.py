@@ -261,7 +261,9 @@ def _recovered(state: State, now: float) -> State:
 def _decide(state: State, event: Event, now: float) -> tuple[Effect, ...]:
     """The next decision, if one is due: it comes back as an event, and another may follow."""
     if isinstance(event, RoundLate):
-        return (Say(message=f"round {state.round} is late: {waiting_for(state)}"),)
+        say = Say(message=f"round {state.round} is late: {waiting_for(state)}")
+        wider = _wider(state)  # a site that lives and hangs must not hold up those that came later
+        return (say, Emit(event=wider)) if wider else (say,)
     if isinstance(event, RoundClosed | Recovered) and state.phase == "closing":
         return (Reduce(round=state.round, included=state.included),)
     if isinstance(event, ShardRefused) and _incorrigible(state, event.site):
@@ -273,7 +275,7 @@ def _decide(state: State, event: Event, now: float) -> tuple[Effect, ...]:
 
 
 def _late(state: State, now: float) -> RoundLate | None:
-    late = state.phase == "open" and now >= state.deadline_at
+    late = state.phase == "open" and state.quorum_at is None and now >= state.deadline_at
     return RoundLate(round=state.round) if late else None
 
 
@@ -299,8 +301,12 @@ def _opening(state: State) -> RoundOpened | None:
     hopeful = {*state.expected, *state.complete}
     if state.phase != "open" or len(hopeful) >= state.rules.min_sites:
         return None
-    # The round cannot close as it stands, so nobody is disturbed when others are let in.
-    wider = tuple(sorted({*state.expected, *ready}))
+    return _wider(state)  # it cannot close as it stands, so nobody is disturbed
+
+
+def _wider(state: State) -> RoundOpened | None:
+    """The open round with everyone who is ready."""
+    wider = tuple(sorted({*state.expected, *state.ready}))
     return RoundOpened(round=state.round, expected=wider) if wider != state.expected else None
 
 
