@@ -1,0 +1,145 @@
+"""The exchange of one rank against the equations of SparseLoCo, and bit by bit where that is meant.
+
+pytest tests/worker/test_exchange.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.runs import config_of
+from torch import nn
+
+from loco import codec
+from loco.errors import NonFiniteError
+from loco.inner.groups import Group
+from loco.layout import CHUNK
+from loco.model import layout_of, pack
+from loco.outer import apply_update
+from worker.exchange import Exchange
+from worker.site import Site
+
+K, BETA = 32, 0.95
+
+
+class Odd(nn.Module):
+    """Shapes that are not round: a scalar, a prime length, several chunks, a tie, frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embed = nn.Parameter(torch.randn(61, 77, generator=generator))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.bias = nn.Parameter(torch.randn(4099, generator=generator))
+        self.head = self.embed
+        self.frozen = nn.Parameter(torch.ones(10), requires_grad=False)
+
+
+@pytest.fixture
+def model() -> Odd:
+    return Odd()
+
+
+def exchange_of(model: nn.Module, **codec_changes: int) -> Exchange:
+    config = config_of(codec={"k": K, **codec_changes}, outer={"beta": BETA})
+    exchange = Exchange(config, Site(torch.device("cpu"), Group()), model, layout_of(model))
+    exchange.load(pack(model, layout_of(model)).tobytes(), 0)
+    return exchange
+
+
+def train(model: nn.Module, seed: int) -> None:
+    """Stands for H inner steps."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p -= 0.01 * torch.randn(p.shape, generator=generator)
+
+
+def decoded(body: bytes, num_elements: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return codec.decode(body, num_elements).dense().numpy()
+
+
+def test_the_layout_counts_ties_once_and_leaves_frozen_ones_out(model: Odd) -> None:
+    assert [p.name for p in layout_of(model).parameters] == ["embed", "scale", "bias"]
+    assert layout_of(model).num_chunks == 2 + 1 + 2
+
+
+def test_error_feedback_over_three_rounds(model: Odd) -> None:
+    """a = beta e + theta - params; e = a - v where v was included, e = a where it was not."""
+    exchange, layout = exchange_of(model), layout_of(model)
+    theta = pack(model, layout).copy()
+    ef = np.zeros_like(theta)
+    for round_, included in enumerate([True, False, True]):
+        train(model, round_)
+        params = pack(model, layout)
+        a = np.float32(BETA) * ef + (theta - params)
+        v = decoded(exchange.encode(K), layout.num_elements)
+        wanted = codec.encode(a, k=K, bits=2)
+        np.testing.assert_array_equal(v, wanted.dense().numpy())
+        exchange.settle(included=included)
+        ef = a - v if included else a
+        np.testing.assert_array_equal(exchange.state()[1].numpy(), ef)
+        update = codec.encode(a, k=K, bits=2).payload
+        exchange.apply(update)
+        apply_update(theta, update)
+        exchange.write_parameters()
+        np.testing.assert_array_equal(pack(model, layout), theta)
+    assert exchange.round == 3
+
+
+def test_what_a_refused_contribution_held_is_in_the_next_one(model: Odd) -> None:
+    exchange, layout = exchange_of(model, bits=32), layout_of(model)
+    theta = pack(model, layout)
+    train(model, 0)
+    first = theta - pack(model, layout)
+    exchange.encode(K)
+    exchange.settle(included=False)
+    exchange.write_parameters()
+    train(model, 1)
+    second = theta - pack(model, layout)
+    sent = decoded(exchange.encode(K), layout.num_elements)
+    np.testing.assert_array_equal(sent, np.float32(BETA) * first + second)
+
+
+def test_inner_steps_made_while_the_update_was_away_are_kept(model: Odd) -> None:
+    """theta_r <- theta_new + (theta_r - theta_r at the exchange)."""
+    exchange, layout = exchange_of(model), layout_of(model)
+    train(model, 0)
+    body = exchange.encode(K)
+    at_exchange = pack(model, layout)
+    train(model, 1)
+    progress = pack(model, layout) - at_exchange
+    exchange.settle(included=True)
+    exchange.apply(body)
+    exchange.write_parameters(keep_progress=True)
+    theta_new = exchange.state()[0].numpy()
+    np.testing.assert_allclose(pack(model, layout), theta_new + progress, rtol=0, atol=1e-7)
+    # ... and the next pseudo-gradient, measured from theta_new, carries them.
+    sent = decoded(exchange.encode(CHUNK), layout.num_elements)
+    assert np.corrcoef(sent, -progress)[0, 1] > 0.5
+
+
+def test_a_parameter_that_is_not_finite_is_named_and_nothing_changes(model: Odd) -> None:
+    exchange = exchange_of(model)
+    train(model, 0)
+    exchange.encode(K)
+    exchange.settle(included=True)
+    before = exchange.state()[1].clone()
+    with torch.no_grad():
+        model.bias[4000] = float("nan")
+    with pytest.raises(NonFiniteError, match="bias"):
+        exchange.encode(K)
+    assert torch.equal(exchange.state()[1], before)
+
+
+def test_a_snapshot_empties_the_error_feedback(model: Odd) -> None:
+    exchange, layout = exchange_of(model), layout_of(model)
+    train(model, 0)
+    exchange.encode(K)
+    exchange.settle(included=False)
+    assert exchange.state()[1].count_nonzero() > 0
+    exchange.load(pack(model, layout).tobytes(), 7)
+    assert exchange.state()[1].count_nonzero() == 0
+    assert exchange.round == 7
