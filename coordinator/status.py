@@ -93,6 +93,7 @@ def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, An
         "contribution_bytes": included.size_bytes if included else 0,
         "train_bits_per_byte": told.train_bits_per_byte,
         "ef_norm": told.ef_norm,
+        "in_site_bytes": told.in_site_bytes,
         "phase_seconds": dict(told.phase_seconds),
         "phase_seconds_lately": {phase: round(s, 3) for phase, s in lately.items()},
         "bound": bound(lately),

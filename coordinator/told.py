@@ -37,6 +37,7 @@ class Told:
     round: int = 0
     theta_digest: str = ""
     train_bits_per_byte: float | None = None
+    in_site_bytes: int = 0
     ef_norm: float | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_TIMELINE_SPANS))
@@ -54,6 +55,7 @@ class Told:
         self.phase_seconds = {phase_name(p.phase): p.seconds for p in beat.phase_seconds}
         if beat.HasField("train_bits_per_byte"):
             self.train_bits_per_byte = beat.train_bits_per_byte
+        self.in_site_bytes = beat.totals.in_site_bytes
         if beat.reports:
             self.ef_norm = beat.reports[-1].ef_norm
 

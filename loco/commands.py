@@ -73,6 +73,9 @@ def demo(
     algorithm: Annotated[
         str, typer.Option(help="sparseloco, diloco (dense, Nesterov) or ddp (one dense site).")
     ] = "sparseloco",
+    inner: Annotated[
+        str, typer.Option(help="Inside a site: scape (the preset's), or dense as its control.")
+    ] = "scape",
     sites: Annotated[int, typer.Option(help="Sites, each with an era of its own.")] = 2,
     ranks: Annotated[int, typer.Option(help="Ranks a site.")] = 2,
     rounds: Annotated[int | None, typer.Option(help="Outer rounds; default: the preset's.")] = None,
@@ -80,8 +83,10 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end.")] = False,
 ) -> None:
     """Train on real text: a coordinator and its sites, as separate processes on this machine."""
+    from loco.demo.config import DemoOptions
     from loco.demo.run import run_demo
 
-    run_demo(
-        algorithm=algorithm, sites=sites, ranks=ranks, rounds=rounds, seed=seed, as_json=as_json
+    options = DemoOptions(
+        algorithm=algorithm, inner=inner, sites=sites, ranks=ranks, rounds=rounds, seed=seed
     )
+    run_demo(options, as_json=as_json)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from loco.config import Config
+from loco.demo.config import DemoOptions
 from loco.status import Status, human_bytes
 
 _LINE_SECONDS = 5.0
@@ -35,6 +36,8 @@ class SiteResult:
     """Everything that is neither computing, evaluating nor encoding: push, wait, pull, sync."""
     contribution_bytes: int
     """Payload of the last round, all ranks."""
+    in_site_bytes_per_step: int
+    """What one rank hands to the collectives of its site in an inner step, counted there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class Result:
     """What `loco demo --json` prints."""
 
     algorithm: str
+    inner: str
     params: int
     rounds: int
     inner_steps: int
@@ -57,14 +61,13 @@ class Result:
     send per site, by the ring's formula."""
 
 
-def make_result(
-    config: Config, algorithm: str, num_sites: int, status: Status, seconds: float
-) -> Result:
+def make_result(config: Config, options: DemoOptions, status: Status, seconds: float) -> Result:
     """From the last status document of a run."""
     measured = status["validation"]
     dense = status["dense_bytes_per_round"]
     return Result(
-        algorithm=algorithm,
+        algorithm=options.algorithm,
+        inner=config.inner.sync,
         params=status["params"],
         rounds=status["round"],
         inner_steps=status["round"] * config.inner.steps,
@@ -75,7 +78,7 @@ def make_result(
         theta_digest=status["theta_digest"],
         bits_per_value_up=status["bits_per_value_up"],
         seconds=round(seconds, 1),
-        ddp_bytes_per_round=2 * dense * config.inner.steps * (num_sites - 1) // num_sites,
+        ddp_bytes_per_round=2 * dense * config.inner.steps * (options.sites - 1) // options.sites,
     )
 
 
@@ -92,6 +95,7 @@ def _site(site: Status) -> SiteResult:
         encode_seconds=round(spent.get("encode", 0.0), 1),
         wait_seconds=round(sum(spent.get(phase, 0.0) for phase in _IDLE_PHASES), 1),
         contribution_bytes=site["contribution_bytes"],
+        in_site_bytes_per_step=site["in_site_bytes"] // max(1, site["inner_steps"] * site["ranks"]),
     )
 
 
@@ -153,8 +157,9 @@ def print_result(result: Result, *, as_json: bool) -> None:
         return
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(
-        f"\n{result.algorithm}: {result.params:,} parameters, {result.rounds} rounds, "
-        f"{result.inner_steps} inner steps a site, {result.seconds:.0f} s in all\n"
+        f"\n{result.algorithm}, {result.inner} sync inside a site: {result.params:,} parameters, "
+        f"{result.rounds} rounds of {result.inner_steps // max(1, result.rounds)} inner steps, "
+        f"{result.seconds:.0f} s in all\n"
         f"validation: {result.val_bpb_start:.3f} -> {result.val_bpb_end:.3f} bits per byte",
         highlight=False,
     )
@@ -190,7 +195,9 @@ def _traffic_table(result: Result) -> Table:
 
 
 def _time_table(result: Result) -> Table:
-    table = Table("seconds", "computing", "encoding", "waiting", "tokens", "theta")
+    table = Table(
+        "seconds", "computing", "encoding", "waiting", "tokens", "in-site bytes a rank and step"
+    )
     for site in result.sites:
         table.add_row(
             f"{site.name} ({site.ranks} ranks)",
@@ -198,6 +205,12 @@ def _time_table(result: Result) -> Table:
             f"{site.encode_seconds:.1f}",
             f"{site.wait_seconds:.1f}",
             f"{site.tokens:,}",
-            site.theta_digest[:16],
+            f"{human_bytes(site.in_site_bytes_per_step)} of {human_bytes(_dense_sync(result, site))}"
+            " dense",
         )
     return table
+
+
+def _dense_sync(result: Result, site: SiteResult) -> int:
+    """Bytes a rank sends to average fp32 gradients over its site, by the ring's formula."""
+    return 2 * result.dense_bytes_per_round * (site.ranks - 1) // site.ranks

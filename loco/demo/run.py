@@ -11,9 +11,9 @@ from pathlib import Path
 
 import tomli_w
 
-from loco.demo.config import demo_config
+from loco.demo.config import DemoOptions, demo_config
 from loco.demo.report import ProgressView, make_result, print_result
-from loco.errors import EXIT_FAILED, ConfigError, LocoError, UnreachableError
+from loco.errors import EXIT_FAILED, LocoError, UnreachableError
 from loco.processes import interrupt_on_sigterm, spawn, stop_all
 from loco.status import Status, StatusClient
 
@@ -21,16 +21,12 @@ _POLL_SECONDS = 1.0
 _START_SECONDS = 120.0
 
 
-def run_demo(
-    *, algorithm: str, sites: int, ranks: int, rounds: int | None, seed: int, as_json: bool
-) -> None:
+def run_demo(options: DemoOptions, *, as_json: bool) -> None:
     """Train, and print what was reached; raises LocoError with the log's end if a process fails."""
     interrupt_on_sigterm()
-    config, names = demo_config(algorithm=algorithm, sites=sites, rounds=rounds, seed=seed)
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks} is not possible: use at least 1")
-    if algorithm == "ddp":
-        ranks *= sites
+    config, names = demo_config(options)
+    # Data-parallel training has one site, with everyone in it.
+    ranks = options.ranks * (options.sites if options.algorithm == "ddp" else 1)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="loco-demo-") as directory:
         demo = _Demo(Path(directory))
@@ -41,7 +37,7 @@ def run_demo(
             status = demo.follow(ProgressView(config, quiet=as_json))
         finally:
             demo.stop()
-    result = make_result(config, algorithm, sites, status, time.monotonic() - started)
+    result = make_result(config, options, status, time.monotonic() - started)
     print_result(result, as_json=as_json)
 
 
