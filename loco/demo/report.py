@@ -205,8 +205,8 @@ def _time_table(result: Result) -> Table:
             f"{site.encode_seconds:.1f}",
             f"{site.wait_seconds:.1f}",
             f"{site.tokens:,}",
-            f"{human_bytes(site.in_site_bytes_per_step)} of {human_bytes(_dense_sync(result, site))}"
-            " dense",
+            f"{human_bytes(site.in_site_bytes_per_step)}, dense "
+            f"{human_bytes(_dense_sync(result, site))}",
         )
     return table
 
