@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loco.inner import maskwire
 from loco.inner.groups import Gathering, Group
 from loco.inner.shards import Shard
+
+SAMPLE = 8192
+"""Scores looked at to guess a threshold."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +58,47 @@ def select(scores: Tensor, shard: Shard, density: float) -> Tensor:
     """The positions with the k largest scores of every slice.
 
     Args:
-        scores: [shard.sparse_length] fp32.
+        scores: [shard.sparse_length] fp32, not negative.
 
     Returns:
         Ascending local positions [shard.num_kept(density)] int64. Which of equal scores is kept is
         the choice of torch.topk on that device; only the owner makes it, so ranks cannot differ.
     """
-    marks = torch.zeros_like(scores, dtype=torch.bool)
-    start = 0
+    chosen, start = [scores.new_empty(0, dtype=torch.int64)], 0
     for length, k in shard.slices(density):
-        top = torch.topk(scores[start : start + length], k, sorted=False).indices
-        marks[start + top] = True
+        chosen.append(_top(scores[start : start + length], k) + start)
         start += length
-    return torch.nonzero_static(marks, size=shard.num_kept(density)).view(-1)
+    return torch.cat(chosen)
+
+
+def _top(scores: Tensor, k: int) -> Tensor:
+    """Ascending positions [k] of the k largest of scores [n]."""
+    n = scores.numel()
+    if k == n:
+        return torch.arange(n, device=scores.device)
+    candidates = None if scores.is_cuda or n < 8 * SAMPLE else _candidates(scores, k)
+    if candidates is not None:
+        scores = scores.index_select(0, candidates)
+    marks = torch.zeros_like(scores, dtype=torch.bool)
+    marks[torch.topk(scores, k, sorted=False).indices] = True
+    top = torch.nonzero_static(marks, size=k).view(-1)
+    return top if candidates is None else candidates.index_select(0, top)
+
+
+def _candidates(scores: Tensor, k: int) -> Tensor | None:
+    """Positions of a superset of the top k, a little more than k; None if the guess fell short.
+
+    torch.topk costs 10 ns an element on a CPU, ten times a comparison. So it gets only what
+    exceeds a threshold that a sample suggests, four standard deviations on the safe side.
+    """
+    n = scores.numel()
+    sample = scores[:: n // SAMPLE | 1]  # an odd stride does not stay in one column of a matrix
+    share = k / n
+    kept = math.ceil(sample.numel() * (1.05 * share + 4 * math.sqrt(share / sample.numel())))
+    threshold = torch.topk(sample, min(kept, sample.numel()), sorted=True).values[-1]
+    # NumPy's nonzero is four times faster than torch's here.
+    candidates = torch.from_numpy(np.flatnonzero((scores >= threshold).numpy()))
+    return candidates if candidates.numel() >= k else None
 
 
 class MaskGathering:

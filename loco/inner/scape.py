@@ -70,7 +70,7 @@ class Scape(torch.optim.Optimizer):
         params: parameters, named parameters or groups; a group may set `lr` and `weight_decay`.
         lr: learning rate, >= 0.
         betas: weight of the momentum (0 with `local`), and of the past in the second moment.
-        eps: added to the denominator, > 0.
+        eps: keeps the denominator from zero, >= 1e-15.
         weight_decay: decoupled, >= 0.
         second_moment: `local`: the owner's running mean of its own squared gradients; `momentum`:
             AdamS, from the previous first moment.
@@ -114,7 +114,7 @@ class Scape(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         _check_options(
-            betas, second_moment, density, density_ramp_steps, refresh, delay, wire_dtype
+            betas, eps, second_moment, density, density_ramp_steps, refresh, delay, wire_dtype
         )
         check_max_grad_norm(max_grad_norm)
         for param_group in self.param_groups:
@@ -164,6 +164,9 @@ class Scape(torch.optim.Optimizer):
         self._parameters = FlatParameters(named)
         self._gradients = FlatGradients(named)
         self._residual = torch.zeros_like(self._gradients.flat)  # q: [n] fp32
+        # Allocated once: on a CPU, page faults of fresh buffers cost more than the arithmetic.
+        self._own_gradient = self._residual.new_empty(self._shard.length)
+        self._scratch = torch.empty_like(self._own_gradient)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is built: the layout is fixed afterwards."""
@@ -215,11 +218,12 @@ class Scape(torch.optim.Optimizer):
         self._parameters.require_in_place()
         self._gradients.collect()
         gradient = self._gradients.flat  # [n]
-        own_gradient = self._shard.take(gradient)  # [S]
+        own_gradient = self._shard.take(gradient, out=self._own_gradient)  # [S]
         self._owner.prepare(own_gradient, self._applied_steps + 1)
         mask, next_mask = self._masks(own_gradient)
-        values = self._residual[mask.positions]  # [K]: a_i on the mask
-        values.add_(gradient[mask.positions], alpha=self._owner.gradient_weight)
+        values = self._residual.index_select(0, mask.positions)  # [K]: a_i on the mask
+        fresh = gradient.index_select(0, mask.positions)
+        values.add_(fresh, alpha=self._owner.gradient_weight)
         # Off the mask a NaN would hide in q for a while. 0 x NaN and 0 x infinity are NaN, so this
         # makes all that is sent not finite if any part of this rank's gradient is not.
         values += 0 * torch.linalg.vector_norm(gradient)
@@ -237,7 +241,7 @@ class Scape(torch.optim.Optimizer):
     def commit(self, staged: StagedStep) -> None:
         """Apply a staged step. It needs no other rank, so it cannot fail on some of them only."""
         self._residual.add_(self._gradients.flat, alpha=self._owner.gradient_weight)
-        self._residual[staged.mask.positions] = staged.leftover
+        self._residual.index_copy_(0, staged.mask.positions, staged.leftover)
         self._owner.commit()
         for region in self._regions:
             group = self.param_groups[region.group]
@@ -264,7 +268,7 @@ class Scape(torch.optim.Optimizer):
     def _choose(self, own_gradient: Tensor, in_flight: Mask | None) -> MaskGathering:
         """Choose a mask from what has accumulated until now, and start to gather it."""
         shard, density = self._shard, self.current_density()
-        accumulated = shard.take(self._residual)
+        accumulated = shard.take(self._residual, out=self._scratch)
         accumulated.add_(own_gradient, alpha=self._owner.gradient_weight)
         scores = self._owner.scores(accumulated[: shard.sparse_length])
         if in_flight is not None and self.exclude_in_flight:
@@ -365,6 +369,7 @@ def _arrived(mask: Mask | MaskGathering) -> Mask:
 
 def _check_options(
     betas: tuple[float, float],
+    eps: float,
     second_moment: str,
     density: float,
     density_ramp_steps: int,
@@ -373,6 +378,7 @@ def _check_options(
     wire_dtype: torch.dtype,
 ) -> None:
     checks = (
+        ("eps", eps, eps >= 1e-15, ">= 1e-15 (its square is kept in fp32)"),
         (
             "second_moment",
             second_moment,

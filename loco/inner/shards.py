@@ -56,10 +56,10 @@ class Shard:
     sparse_length: int
     """Local positions [0, sparse_length) are sparse; the rest is on the mask at every step."""
 
-    def take(self, flat: Tensor) -> Tensor:
-        """This shard of a flat vector [n], as a copy [length]."""
+    def take(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """This shard of a flat vector [n], copied into `out` [length] if given."""
         parts = [flat[p.flat_start : p.flat_start + p.length] for p in self.pieces]
-        return torch.cat(parts) if parts else flat[:0].clone()
+        return torch.cat(parts or [flat[:0]], out=out)
 
     def put(self, flat: Tensor, values: Tensor) -> None:
         """Write `values` [length] into this shard of a flat vector [n]."""

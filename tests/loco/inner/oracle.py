@@ -54,8 +54,8 @@ class Oracle:
         c = b1 * self.m + (1 - b1) * g + self.r  # [ranks, n]
         scores = np.abs(self._owned(c))
         if self.second_moment == "local":
-            self.v = b2 * self.v + (1 - b2) * self._owned(g) ** 2
-            scores = scores / (np.sqrt(self.v / (1 - b2**self.t)) + self.eps)
+            self.v = b2 * self.v + (1 - b2) * (self._owned(g) ** 2 + self.eps**2)
+            scores = scores**2 / self.v
         self._follow(scores, used)
         mean = np.where(used, c.mean(0), 0)
         self.r = np.where(used, 0, c)
@@ -67,6 +67,8 @@ class Oracle:
         local = self.second_moment == "local"
         v = self.v if local else b2 * previous**2 + (1 - b2) * gbar**2
         update = self.m / (1 - b1**self.t) / (np.sqrt(v / (1 - b2**self.t)) + self.eps)
+        if local:
+            update = np.clip(update, -((1 - b2) ** -0.5), (1 - b2) ** -0.5)
         self.p = self.p * (1 - lr * self.weight_decay) - lr * np.where(used, update, 0)
 
     def _owned(self, by_rank: np.ndarray) -> np.ndarray:

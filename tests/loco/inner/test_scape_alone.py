@@ -152,6 +152,21 @@ def test_presets_are_accepted_and_default_is_the_default() -> None:
     assert all(getattr(plain, name) == getattr(named, name) for name in same)
 
 
+def test_a_row_that_its_owner_forgot_cannot_make_a_giant_step() -> None:
+    """v decays while nothing is seen; the first gradient afterwards meets a tiny denominator."""
+    w = torch.zeros(4, 4, requires_grad=True)
+    opt = Scape([w], lr=1.0, density=1.0, wire_dtype=torch.float32)
+    opt.zero_grad()
+    (w * 1e-6).sum().backward()
+    opt.step()
+    before = w.detach().clone()
+    opt._owner.buffer.zero_()
+    opt.zero_grad()
+    opt._residual.fill_(1.0)  # what other ranks had sent in the meantime
+    opt.step()
+    assert (w.detach() - before).abs().max() <= 0.05**-0.5 + 1e-6
+
+
 def regress(rule: str, lr: float, change: str) -> float:
     """Squared distance from the solution after 300 steps of a noisy least-squares problem."""
     torch.manual_seed(3)
