@@ -152,6 +152,7 @@ const decade = (v) => (v && Number.isInteger(Math.log10(v)) ? v : null);
 
 function timeChart(box) {
   return new RoundChart(box, (history) => {
+    const whole = history.run.committed_at.map((at) => at != null);
     let below = history.rounds.map(() => 0);
     const series = [];
     const data = [];
@@ -159,7 +160,7 @@ function timeChart(box) {
       const column = history.mean[phase];
       const own = column.slice();
       below = below.map((sum, i) => sum + (column[i] ?? 0));
-      data.push(below.map((sum, i) => (history.mean.compute[i] == null ? null : sum)));
+      data.push(below.map((sum, i) => (whole[i] && history.mean.compute[i] != null ? sum : null)));
       series.push({
         label: phase, stroke: colour(phase), width: 1, points: { show: false },
         value: (_, __, ___, index) => humanSeconds(own.slice(0, index + 1).findLast((v) => v != null) ?? 0),

@@ -9,7 +9,7 @@ const columns = [
   // [heading, class, value of a site]
   ["site", "", (s) => `${s.name}`],
   ["state", "words rare", (s) => s.status],
-  ["doing", "words", (s) => (isAlive(s) ? s.phase : "")],
+  ["doing", "words rare", (s) => (isAlive(s) ? s.phase : "")],
   ["bound by", "words", (s) => s.bound ?? "–"],
   ["time by phase", "words rare", (s) => shares(s.phase_seconds_lately)],
   ["round", "rare", (s) => `${s.round}`],

@@ -88,7 +88,7 @@ class Scene:
         """As Grafana fills variables in: everything chosen, the whole run shown."""
         seconds = f"{self.ended_at - self.started_at:.0f}s"
         for name, value in (
-            ("$__rate_interval", "15s"),
+            ("$__rate_interval", "60s"),
             ("$__range", seconds),
             ("$instance", ".*"),
             ("$site", ".*"),
