@@ -4,7 +4,7 @@ No decision of the run depends on them, so they are not in the journal (which is
 they are written to history.sqlite about once a second, and a coordinator that comes back has them
 again. A crash loses the last second of plots; without the file the plots begin anew.
 
-Bounded: the last 1,000 rounds, 90 kB a site, whatever the length of the run.
+Bounded: the last 1,000 rounds and 256 sites, 90 kB a site, whatever the length of the run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ log = logging.getLogger("loco.coordinator")
 
 HISTORY_FILE = "history.sqlite"  # in the state directory
 MAX_ROUNDS = 1000
+MAX_SITES = 256  # beyond, those that were silent longest are forgotten
 RUN = ""  # as the name of a site: the run itself; no site has this name
 RUN_COLUMNS = (
     "opened_at",  # Unix seconds, as the next two
@@ -121,9 +122,12 @@ class History:
     def _columns(self, site: str) -> Columns:
         if site == RUN:
             return self.run
-        if site not in self.sites:
-            self.sites[site] = Columns(SITE_COLUMNS)
-        return self.sites[site]
+        # Ordered by who was told of last, so that the first one is the longest away.
+        columns = self.sites.pop(site, None) or Columns(SITE_COLUMNS)
+        self.sites[site] = columns
+        if len(self.sites) > MAX_SITES:
+            del self.sites[next(iter(self.sites))]
+        return columns
 
     # --- to and from the file -------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class History:
         return [
             (round_, site, json.dumps(dict(self._known(round_, site))))
             for round_, site in sorted(changed)
-            if round_ in self.rounds
+            if round_ in self.rounds and (site == RUN or site in self.sites)
         ]
 
     def restore(self, rows: Iterable[tuple[int, str, str]]) -> None:
@@ -144,7 +148,7 @@ class History:
         self._unwritten.clear()
 
     def _known(self, round_: int, site: str) -> Iterator[tuple[str, float]]:
-        columns = self._columns(site)
+        columns = self.sites[site] if site else self.run
         for name in SITE_COLUMNS if site else RUN_COLUMNS:
             value = columns.get(name, round_)
             if not math.isnan(value):

@@ -14,7 +14,6 @@ import sqlite3
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -22,24 +21,21 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from coordinator.events import (
     Event,
     Heard,
-    HoldChanged,
     Recovered,
     RoundClosed,
     RoundCommitted,
     RoundOpened,
     Say,
-    SettingChanged,
     ShardStored,
     SiteEvicted,
     SiteJoined,
     SiteLeft,
     SiteLost,
     SiteQuarantined,
-    SiteReadmitted,
-    SnapshotRequested,
 )
 from coordinator.history import HISTORY_FILE, RUN, History, HistoryFile
 from coordinator.measure import directory_bytes, measure_update, support_overlap
+from coordinator.notes import Note, order_words
 from coordinator.state import State, Update
 from coordinator.status import status_document
 from coordinator.store import Store
@@ -58,15 +54,6 @@ HOUSEKEEPING_SECONDS = 1.0
 _DISK_SECONDS = 30.0
 _KEPT_NOTES = 50
 _TRANSFERS = {"up": ("push", "contribution"), "down": ("pull", "update")}  # phase, kind of bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """Something that an operator wants to read: a refusal, or what became of a site."""
-
-    at: float  # Unix seconds
-    what: str  # reason of the refusal; or joined, left, lost, late
-    message: str
 
 
 class Monitor:
@@ -281,6 +268,8 @@ class Monitor:
             if since is not None and now - since > LINGER_SECONDS:
                 del self._visible[site]
                 self.metrics.catalogue.forget_site(site)
+                if site in self.told:
+                    self.told[site].spans.clear()  # the rest is small, and the status shows it
 
     def count(self, site: str, direction: str, kind: str, num_bytes: int) -> None:
         """Bytes of one message; those of strangers are counted together as site `none`."""
@@ -453,23 +442,3 @@ class Monitor:
                 if site in self._visible
             },
         }
-
-
-def order_words(event: Event | Say) -> tuple[str, str] | None:
-    """For what an operator ordered: the order (a label of loco_orders_total), and a sentence."""
-    match event:
-        case SettingChanged(key=key, value=value):
-            return "set", f"set {key} to {value:g}, from the next round on"
-        case HoldChanged(hold="paused"):
-            return "pause", "paused the run"
-        case HoldChanged(hold="draining"):
-            return "drain", "drained the run: all sites are let go"
-        case HoldChanged():
-            return "resume", "resumed the run"
-        case SiteEvicted(site=site):
-            return "evict", f"evicted site {site}"
-        case SiteReadmitted(site=site):
-            return "readmit", f"readmitted site {site}"
-        case SnapshotRequested():
-            return "snapshot", "asked for a snapshot"
-    return None

@@ -17,6 +17,7 @@ from loco.metrics import DIRECTIONS
 if TYPE_CHECKING:
     from coordinator.monitor import Monitor
 
+SHOWN_LEFT = 64
 LAST_ROUNDS = 10  # over which the site's time is shared out
 
 # What bounds a site is the group of phases that takes most of its time; `sync` is its start.
@@ -56,11 +57,18 @@ def status_document(monitor: Monitor, state: State, now: float) -> dict[str, Any
         "update_bytes": last.size_bytes if last else 0,
         "bits_per_value_up": monitor.bits_per_value_up,
         "validation": [m for m in measured if m["bits_per_byte"] == m["bits_per_byte"]],  # not NaN
-        "sites": [_site(monitor, name, site, state) for name, site in sorted(state.sites.items())],
+        "sites": [_site(monitor, name, state.sites[name], state) for name in _shown(state)],
         "refusals": [asdict(note) for note in reversed(monitor.refusals)],
         "notes": [asdict(note) for note in reversed(monitor.notes)],
         "config": store.config.model_dump(mode="json"),
     }
+
+
+def _shown(state: State) -> list[str]:
+    """Names of all sites, but of those that left only the last ones."""
+    left = [name for name, site in state.sites.items() if site.status == "left"]
+    left.sort(key=lambda name: state.sites[name].heard_at)
+    return sorted(state.sites.keys() - left[:-SHOWN_LEFT])
 
 
 def _seconds_a_round(monitor: Monitor, round_: int) -> float | None:

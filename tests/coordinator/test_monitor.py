@@ -26,9 +26,10 @@ from coordinator.events import (
     SiteReadmitted,
     SnapshotRequested,
 )
+from coordinator.history import MAX_SITES
 from coordinator.measure import measure_update, support_overlap
 from coordinator.monitor import LINGER_SECONDS
-from coordinator.status import bound
+from coordinator.status import SHOWN_LEFT, bound
 from loco import codec
 from loco.layout import cells
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -94,6 +95,9 @@ def test_a_thousand_sites_come_and_go_and_the_page_has_its_length(pair: Play) ->
     pair.leave("last")
     pair.join("last", instance="b")
     assert page_length(pair) == before
+    # Nor do the documents and what they are made from grow for ever.
+    assert len(pair.monitor.history.sites) <= MAX_SITES
+    assert len(pair.monitor.status(pair.state)["sites"]) <= SHOWN_LEFT + 3
 
 
 def test_series_of_a_lost_site_stay_for_the_next_scrapes_and_then_go(pair: Play) -> None:
@@ -105,6 +109,14 @@ def test_series_of_a_lost_site_stay_for_the_next_scrapes_and_then_go(pair: Play)
     assert pair.value("loco_site_alive", site="paris") is None
     assert pair.value("loco_sites", state="lost") == 1
     assert pair.value("loco_site_alive", site="oslo") == 1
+
+
+def test_a_site_that_was_never_heard_after_a_restart_departs_quietly(pair: Play) -> None:
+    del pair.monitor.told["paris"]  # as a monitor that did not see the site join
+    pair.submit(SiteLost(site="paris", incarnation=1))
+    pair.now += LINGER_SECONDS + 1
+    pair.join("quito")
+    assert pair.value("loco_site_alive", site="paris") is None
 
 
 def test_strangers_share_one_series(pair: Play) -> None:
