@@ -32,6 +32,7 @@ SITES = f'{ALL},site=~"$site"'
 RATE = "$__rate_interval"
 REFS = "ABCDEFGHIJ"
 
+Panel = timeseries.Panel | stat.Panel | table.Panel
 Queries = Sequence[tuple[str, str]]  # expression, legend
 Steps = Sequence[tuple[float | None, str]]  # from this value on, colour
 
@@ -210,3 +211,12 @@ def _variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
         .all_value(".*")
         .current(VariableOption(selected=True, text="All", value="$__all"))
     )
+
+
+def filled(made: dashboard.Dashboard, *rows: tuple[str, list[Panel]]) -> dashboard.Dashboard:
+    """Add rows of panels, each under its title."""
+    for title, panels in rows:
+        made.with_row(dashboard.Row(title))
+        for panel in panels:
+            made.with_panel(panel)
+    return made
