@@ -92,7 +92,6 @@ class Uploads:
         writer = await self._take(path)
         try:
             await self._write(requests, header, event, path, writer)
-            writer.finishing = True
             checked = await self._check(header, event, path)
             return await self._accept(event, checked, path)
         except FileNotFoundError:
@@ -140,9 +139,9 @@ class Uploads:
         """Become the stream that writes the file; one that writes already has lost its peer."""
         before = self._writers.get(path)
         if before is not None:
-            if before.finishing:
-                raise RefusedRequest("", "this shard is complete and being checked")
             async with before.lock:
+                if before.finishing:
+                    raise RefusedRequest("", "this shard is complete and being checked")
                 before.superseded = True
         writer = self._writers[path] = _Writer()
         return writer
@@ -162,15 +161,18 @@ class Uploads:
                     "", f"{file.tell()} bytes of the shard are here, not {header.offset}"
                 )
             file.truncate(header.offset)
+            file.seek(header.offset)  # else `tell` still counts what was cut off
             async for request in requests:
                 self._count(event.site, "up", "contribution", request)
                 await self._engine.heard(event.site, event.incarnation)
                 raise_refusal(check_push(self._engine.state, event))  # the round may have closed
                 async with writer.lock:
-                    if writer.superseded:
-                        raise RefusedRequest("", "a newer stream uploads this shard")
+                    _check_current(writer)
                     await self._write_block(file, request.block, event)
             await asyncio.to_thread(_sync, file)
+        async with writer.lock:  # a stream whose client went away ends like any other
+            _check_current(writer)
+            writer.finishing = True
 
     async def _write_block(self, file: BinaryIO, block: pb.Block, event: ShardStored) -> None:
         if not is_sound(block):
@@ -189,13 +191,15 @@ class Uploads:
     async def _check(self, header: pb.PushHeader, event: ShardStored, path: Path) -> Checked:
         """Size, digest, payload and magnitude; a file that fails is removed."""
         size, digest = await asyncio.to_thread(_size_and_digest, path)
-        if size < event.size_bytes and header.offset:
-            raise RefusedRequest("", f"{size} of {event.size_bytes} bytes are here")
+        if size < event.size_bytes:  # a broken connection looks like an early end: no fault of it
+            raise RefusedRequest(
+                "", f"{size} of {event.size_bytes} bytes are here: go on behind them"
+            )
         if digest.hex() != event.digest and header.offset:
             path.unlink()  # what was here before may have been torn by a power cut: not its fault
             raise RefusedRequest("", "the bytes here were damaged: send the shard from its start")
         try:
-            if size != event.size_bytes or digest.hex() != event.digest:
+            if digest.hex() != event.digest:
                 raise RefusedRequest(
                     "corrupt",
                     f"shard {event.shard} of {event.site!r}: {size} bytes with digest "
@@ -252,6 +256,11 @@ class Uploads:
         caller = header.caller
         name = f"{caller.site}.{caller.incarnation}.{header.shard}.{header.digest.hex()}"
         return self._engine.store.incoming(header.round, name)
+
+
+def _check_current(writer: _Writer) -> None:
+    if writer.superseded:
+        raise RefusedRequest("", "a newer stream uploads this shard")
 
 
 async def _until_stalled(requests: AsyncIterator[pb.PushRequest]) -> AsyncIterator[pb.PushRequest]:

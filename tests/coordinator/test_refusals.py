@@ -1,0 +1,284 @@
+"""Every refusal of the wire, provoked over real gRPC; each names the thing that was wrong.
+
+Compared with: the enum of the proto, so that a new reason without a case fails here. Run alone:
+pytest tests/coordinator/test_refusals.py
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from support.live import Coordinator, Member, coordinating, eventually, refusal
+from support.runs import LAYOUT, config_of, create_store, shard_body, vector
+
+from coordinator import upload
+from loco.layout import Layout
+from loco.wire.protocol import PROTOCOL_VERSION
+from loco.wire.v1 import coordinator_pb2 as pb
+
+CONFIG = config_of(
+    quorum={"min_sites": 2, "grace_seconds": 0.2, "quarantine_after": 1}, outer={"max_value": 50.0}
+)
+BODY = shard_body(vector(LAYOUT, 1), CONFIG)
+Case = Callable[[Member, Member], object]
+CASES: dict[str, tuple[Case, str]] = {}
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    with coordinating(create_store(tmp_path, CONFIG)) as running:
+        yield running
+
+
+@pytest.fixture
+def sites(coordinator: Coordinator) -> Iterator[tuple[Member, Member]]:
+    """paris and oslo, in the open round 0."""
+    with Member(coordinator, "paris") as paris, Member(coordinator, "oslo") as oslo:
+        paris.enter()
+        oslo.enter()
+        yield paris, oslo
+
+
+def case(reason: str, named: str) -> Callable[[Case], Case]:
+    """Register what provokes `reason`; the message must contain `named`."""
+
+    def register(provoke: Case) -> Case:
+        CASES[reason] = (provoke, named)
+        return provoke
+
+    return register
+
+
+@case("protocol_version", f"version 99, this coordinator {PROTOCOL_VERSION}")
+def _(paris: Member, oslo: Member) -> None:
+    paris.join(protocol_version=99)
+
+
+@case("run_id", "run 'other', this coordinator serves 'test-run'")
+def _(paris: Member, oslo: Member) -> None:
+    paris.caller.run_id = "other"
+    paris.push(0, BODY)
+
+
+@case("config_hash", "site 'paris' has config 'abc'")
+def _(paris: Member, oslo: Member) -> None:
+    paris.join(config_hash="abc")
+
+
+@case("layout", "site 'paris' has block.weight [4096, 3], the run has block.weight [3, 4096]")
+def _(paris: Member, oslo: Member) -> None:
+    shapes = [(p.name, p.shape) for p in LAYOUT.parameters]
+    shapes[1] = (shapes[1][0], (4096, 3))
+    paris.join(layout=Layout.of(shapes))
+
+
+@case("site_name", "'Köln/1' is not allowed: use 1 to 32 of a-z, 0-9")
+def _(paris: Member, oslo: Member) -> None:
+    paris.join(site="Köln/1")
+
+
+@case("ahead", "'paris' holds round 7, this coordinator is at round 0")
+def _(paris: Member, oslo: Member) -> None:
+    paris.wait(7, "whatever")
+
+
+@case("superseded", "'paris' was joined again by another process (incarnation 2)")
+def _(paris: Member, oslo: Member) -> None:
+    with Member(paris.coordinator, "paris") as newer:
+        newer.join()
+    paris.beat()
+
+
+@case("unknown_site", "'paris' (incarnation 1) is not a member of this run")
+def _(paris: Member, oslo: Member) -> None:
+    paris.stub.Leave(pb.LeaveRequest(caller=paris.caller, reason="done"))
+    paris.wait(0)
+
+
+def finish_round(paris: Member, oslo: Member) -> None:
+    paris.push(0, BODY)
+    oslo.push(0, BODY)
+    eventually(lambda: paris.coordinator.state.round == 1, "round 0 is committed")
+
+
+@case("stale_round", "round 0 is closed (the run is at round 1)")
+def _(paris: Member, oslo: Member) -> None:
+    finish_round(paris, oslo)
+    with Member(paris.coordinator, "kyoto") as kyoto:
+        kyoto.join()
+        kyoto.push(0, BODY)
+
+
+@case("not_expected", "round 3 is not open: the run is at round 0, open")
+def _(paris: Member, oslo: Member) -> None:
+    paris.push(3, BODY)
+
+
+@case("shard", "shard 1 of 2, fragment 0: site 'paris' joined with 1 ranks")
+def _(paris: Member, oslo: Member) -> None:
+    paris.push(0, BODY, shard=1, num_shards=2)
+
+
+@case("corrupt", "shard 0 of 'paris'")
+def _(paris: Member, oslo: Member) -> None:
+    paris.send(paris.header(0, BODY), BODY[:-1] + b"?")
+
+
+@case("payload", "shard 0 of 'paris' is malformed: truncated")
+def _(paris: Member, oslo: Member) -> None:
+    paris.push(0, BODY[:-1])
+
+
+@case("digest", "'paris' measures from theta abcd")
+def _(paris: Member, oslo: Member) -> None:
+    paris.push(0, BODY, theta_digest="abcd")
+
+
+@case("not_available", "no update of round 5")
+def _(paris: Member, oslo: Member) -> None:
+    paris.pull(5, 0, 1)
+
+
+@case("conflict", "shard 0 of 'paris' for round 0 was accepted before with other bytes")
+def _(paris: Member, oslo: Member) -> None:
+    paris.push(0, BODY)
+    paris.push(0, shard_body(vector(LAYOUT, 2), CONFIG))
+
+
+@case("disk_full", "disk is full: nothing is lost")
+def _(paris: Member, oslo: Member) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:  # the disk is the fault that is injected
+        patch.setattr(upload, "_write_through", full)
+        paris.push(0, BODY)
+
+
+@case("absurd", "'paris' has 1008 in block.weight; outer.max_value allows 50")
+def _(paris: Member, oslo: Member) -> None:
+    a = vector(LAYOUT, 1)
+    a[LAYOUT.parameters[1].start + 4100] = -1000.0
+    paris.push(0, shard_body(a, config_of(codec={"k": 1})))
+
+
+@case("quarantined", "site 'paris' is quarantined: 1 of its contributions were refused")
+def _(paris: Member, oslo: Member) -> None:
+    with pytest.raises(grpc.RpcError):
+        paris.push(0, b"rubbish")
+    paris.push(0, BODY)
+
+
+def control(member: Member, **fields: object) -> None:
+    member.stub.Control(pb.ControlRequest(protocol_version=PROTOCOL_VERSION, **fields))
+
+
+@case("evicted", "site 'paris' is evicted: an operator evicted it")
+def _(paris: Member, oslo: Member) -> None:
+    control(oslo, verb=pb.CONTROL_VERB_EVICT, site="paris")
+    paris.push(0, BODY)
+
+
+@case("control", "'data.batch' cannot be changed while the run goes on")
+def _(paris: Member, oslo: Member) -> None:
+    control(paris, verb=pb.CONTROL_VERB_SET, key="data.batch", value="3")
+
+
+REASONS = [name.removeprefix("REFUSAL_REASON_").lower() for name in pb.RefusalReason.keys()[1:]]
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_is_given_and_names_what_was_wrong(
+    coordinator: Coordinator, sites: tuple[Member, Member], reason: str
+) -> None:
+    assert reason in CASES, f"add a case that provokes {reason}"
+    provoke, named = CASES[reason]
+    with pytest.raises(grpc.RpcError) as caught:
+        provoke(*sites)
+    found, message = refusal(caught.value)
+    assert found == reason
+    assert named in message
+    assert "\n" not in message
+    assert coordinator.metric("loco_rejections_total", reason=reason) >= 1
+
+
+def test_no_case_is_of_a_reason_that_does_not_exist() -> None:
+    assert set(CASES) == set(REASONS)
+
+
+@pytest.mark.parametrize("reason", [r for r in REASONS if r not in ("conflict", "stale_round")])
+def test_a_refused_request_leaves_the_round_as_it_was(
+    coordinator: Coordinator, sites: tuple[Member, Member], reason: str
+) -> None:
+    """The other site's contribution, and the round, survive whatever one site does."""
+    paris, oslo = sites
+    oslo.push(0, BODY)
+    with pytest.raises(grpc.RpcError):
+        CASES[reason][0](paris, oslo)
+    state = coordinator.state
+    assert (state.round, state.phase, state.complete) == (0, "open", ("oslo",))
+
+
+# --- the rest of a join's checks ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "named"),
+    [
+        ({"run_id": "x"}, "run_id", "run 'x'"),
+        ({"num_ranks": 0}, "shard", "has 0 ranks"),
+        ({"num_ranks": 99}, "shard", "can be sharded over 1 to"),
+        ({"have_round": 3}, "ahead", "holds round 3, this coordinator is at round 0"),
+        ({"layout_fingerprint": "f00"}, "layout", "fingerprint 'f00'"),
+        ({"layout": []}, "layout", ""),
+        ({"site": ""}, "site_name", "''"),
+        ({"site": "../etc"}, "site_name", "'../etc'"),
+    ],
+)
+def test_a_wrong_join_is_refused(
+    coordinator: Coordinator, changes: dict[str, object], reason: str, named: str
+) -> None:
+    if "layout" in changes:
+        changes["layout_fingerprint"] = Layout.of([]).fingerprint
+    with Member(coordinator, "kyoto") as kyoto:
+        with pytest.raises(grpc.RpcError) as caught:
+            kyoto.join(**changes)
+        found, message = refusal(caught.value)
+    assert found == reason
+    assert named in message
+    assert "kyoto" not in coordinator.state.sites
+
+
+def test_a_layout_that_lacks_a_tensor_names_it(coordinator: Coordinator) -> None:
+    shapes = [(p.name, p.shape) for p in LAYOUT.parameters]
+    with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
+        kyoto.join(layout=Layout.of(shapes[:-1]))
+    assert "only the run has scale []" in refusal(caught.value)[1]
+
+
+def test_get_run_for_another_run_names_both(coordinator: Coordinator) -> None:
+    with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
+        kyoto.stub.GetRun(pb.GetRunRequest(protocol_version=PROTOCOL_VERSION, run_id="mine"))
+    reason, message = refusal(caught.value)
+    assert reason == "run_id"
+    assert "'mine'" in message
+    assert "'test-run'" in message
+
+
+def test_strangers_and_refused_sites_get_no_series_of_their_own(coordinator: Coordinator) -> None:
+    """Names that anybody may send must not grow the metrics page."""
+    for i in range(5):
+        with Member(coordinator, f"stranger-{i}") as stranger, pytest.raises(grpc.RpcError):
+            stranger.beat()
+    samples = [
+        sample.labels["site"]
+        for family in coordinator.running.monitor.registry.collect()
+        for sample in family.samples
+        if "site" in sample.labels
+    ]
+    assert not [site for site in samples if site.startswith("stranger")]
