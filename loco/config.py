@@ -113,7 +113,7 @@ class InnerConfig(_Section):
     """With `scape`: `momentum` is the paper's AdamS, `local` what evidence supports."""
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """With `scape`: type of the values that ranks exchange."""
-    lr: Annotated[float, Field(gt=0.0)] = 3e-3
+    lr: Annotated[float, Field(gt=0.0, le=1e6)] = 3e-3
     """Peak learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 50
     """Inner steps of linear warm-up to `lr`; then cosine to `lr * min_lr_fraction`."""
@@ -121,8 +121,8 @@ class InnerConfig(_Section):
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_tuple_of_list)] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled; on matrices only, not on norms."""
-    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
-    """Clip the site's gradient to this global norm; leave out for no clipping."""
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    """Clip the site's gradient to this global norm; 0 = no clipping."""
 
 
 class OuterConfig(_Section):

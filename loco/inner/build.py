@@ -32,7 +32,7 @@ def build_inner(config: InnerConfig, model: nn.Module, group: Group) -> InnerOpt
         optimizer = AdamS(groups, lr=config.lr, betas=config.betas)
     else:
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=True)
-    return DenseSync(optimizer, group=group, max_grad_norm=config.max_grad_norm)
+    return DenseSync(optimizer, group=group, max_grad_norm=config.max_grad_norm or None)
 
 
 def _scape(config: InnerConfig, groups: list[dict[str, Any]], group: Group) -> Scape:
@@ -43,7 +43,7 @@ def _scape(config: InnerConfig, groups: list[dict[str, Any]], group: Group) -> S
         lr=config.lr,
         betas=(momentum, config.betas[1]),
         second_moment=config.second_moment,
-        max_grad_norm=config.max_grad_norm,
+        max_grad_norm=config.max_grad_norm or None,
         density=config.density,
         density_ramp_steps=config.density_ramp_steps,
         refresh=config.refresh,

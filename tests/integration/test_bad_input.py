@@ -165,7 +165,8 @@ def _corpora_that_cannot_be_used(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     """Exit code 5; theta of the coordinator is that of the last committed round."""
-    with Cluster(tmp_path, inner={"lr": 3e38}, quorum={"min_sites": 1}) as c:
+    wild = {"optimizer": "sgd", "lr": 1e6, "max_grad_norm": 0.0}
+    with Cluster(tmp_path, inner=wild, quorum={"min_sites": 1}) as c:
         c.coordinator()
         paris = c.site("paris", ranks=2)
         assert paris.wait() == 5, paris.output
