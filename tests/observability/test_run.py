@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from observability.browser import SIZES, THEMES, browser, complaints, dress, whole_page
-from observability.scene import METRICS, ROOT, ROUNDS, SITES, Scene, two_site_run
+from observability.scene import LISTEN, METRICS, ROOT, ROUNDS, SITES, Scene, loco, two_site_run
 from selenium import webdriver
 from support.programs import program
 
@@ -215,6 +215,33 @@ def test_bytes_by_kind_are_those_of_the_run(scene: Scene) -> None:
 
 
 # --- terminal, report, logs ---------------------------------------------------------------------
+
+
+def test_report_draws_without_a_server(scene: Scene, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    state = str(scene.directory / "state")
+    subprocess.run(loco("report", "--state", state, "--out", str(out)), check=True)
+    with browser(tmp_path / "profile") as driver:
+        dress(driver, "desktop", "light")
+        driver.get(f"file://{out}")
+        read = "return [document.querySelectorAll('.chart canvas').length, document.body.innerText]"
+        num_charts, text = driver.execute_script(read)
+        assert complaints(driver) == []
+    assert num_charts == 5
+    assert f"{ROUNDS} of {ROUNDS} rounds" in text
+    assert scene.status()["run_id"] in text
+
+
+def test_terminal_shows_the_same(scene: Scene) -> None:
+    done = subprocess.run(loco("status", LISTEN), capture_output=True, text=True, check=True)
+    for site in scene.status()["sites"]:
+        (row,) = (line for line in done.stdout.splitlines() if line.startswith(site["name"]))
+        for number in (
+            site["bound"],
+            human_bytes(site["bytes_up"]),
+            human_bytes(site["bytes_down"]),
+        ):
+            assert number in row
 
 
 def test_log_lines_are_json_with_run_site_round_and_phase(scene: Scene) -> None:
