@@ -1,0 +1,300 @@
+"""The service over real gRPC: rounds, downloads, bytes counted at both ends, standard services.
+
+Compared with: the outer step applied by hand, the files of the state directory, and the counters
+of the site's end. Run alone: pytest tests/coordinator/test_service.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
+from support.live import Coordinator, Member, coordinating, eventually, refusal
+from support.runs import LAYOUT, config_of, create_store, digest_of, shard_body, vector
+
+from coordinator.store import Store
+from loco.errors import ConfigError
+from loco.metrics import DIRECTIONS, KINDS, Catalogue, WireMetrics
+from loco.outer import apply_update
+from loco.wire.blocks import make_block
+from loco.wire.protocol import PROTOCOL_VERSION
+from loco.wire.v1 import coordinator_pb2 as pb
+from worker.session import Session
+
+CONFIG = config_of(quorum={"min_sites": 2}, run={"rounds": 2}, inner={"steps": 7})
+SERVICE = "loco.wire.v1.CoordinatorService"
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    with coordinating(create_store(tmp_path, CONFIG)) as running:
+        yield running
+
+
+@pytest.fixture
+def sites(coordinator: Coordinator) -> Iterator[tuple[Member, Member]]:
+    with Member(coordinator, "paris", ranks=2) as paris, Member(coordinator, "oslo") as oslo:
+        paris.enter()
+        oslo.enter()
+        yield paris, oslo
+
+
+def contribute(sites: tuple[Member, Member], round_: int) -> None:
+    for seed, site in enumerate(sites):
+        site.contribute(round_, vector(LAYOUT, 10 * round_ + seed, scale=1e-2))
+    coordinator = sites[0].coordinator
+    eventually(lambda: coordinator.state.round == round_ + 1, "the round is committed")
+
+
+def test_sites_that_apply_the_update_hold_theta_of_the_coordinator(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    paris, oslo = sites
+    first = coordinator.state.theta_digest
+    theta = np.frombuffer(paris.snapshot(0, 0, 4 * LAYOUT.num_elements), "<f4").copy()
+    assert digest_of(theta) == first
+    for round_ in range(2):
+        before = digest_of(theta)
+        assert oslo.wait(round_, before, timeout=10).directive == pb.DIRECTIVE_TRAIN
+        contribute(sites, round_)
+        told = oslo.wait(round_, before)
+        assert told.directive == pb.DIRECTIVE_UPDATE
+        assert told.included
+        apply_update(theta, paris.pull(round_, 0, told.update_bytes))
+        assert digest_of(theta) == told.theta_digest == coordinator.state.theta_digest
+    assert oslo.wait(2).directive == pb.DIRECTIVE_FINISHED
+    assert digest_of(theta) != first
+
+
+def test_the_plan_of_a_round_comes_with_the_order_to_train(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    contribute(sites, 0)
+    plan = sites[1].wait(1, timeout=10).plan
+    assert (plan.inner_steps, plan.first_step, plan.total_steps, plan.k) == (7, 7, 14, 64)
+
+
+def test_an_update_says_who_is_in_it(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    paris, _ = sites
+    digest = coordinator.state.theta_digest
+    with Member(coordinator, "kyoto") as kyoto:
+        kyoto.enter()
+        contribute(sites, 0)
+        assert paris.wait(0, digest).included
+        assert not kyoto.wait(0, digest).included
+
+
+def test_a_wait_ends_when_there_is_something_to_do(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    """A long poll: the answer comes with the event, long before the time is over."""
+    paris, oslo = sites
+    paris.contribute(0, vector(LAYOUT, 1))
+    request = pb.WaitRoundRequest(
+        caller=paris.caller, theta_digest=coordinator.state.theta_digest, timeout_seconds=29
+    )
+    answer = paris.stub.WaitRound.future(request)
+    oslo.contribute(0, vector(LAYOUT, 2))
+    assert answer.result(timeout=20).directive == pb.DIRECTIVE_UPDATE
+
+
+def test_a_wait_says_what_for(coordinator: Coordinator, sites: tuple[Member, Member]) -> None:
+    paris, _ = sites
+    paris.contribute(0, vector(LAYOUT, 1))
+    answer = paris.wait(0)
+    assert answer.directive == pb.DIRECTIVE_WAIT
+    assert answer.message == "round 0 waits for the contribution of oslo"
+
+
+def test_a_wrong_theta_is_told_to_start_from_the_snapshot(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    answer = sites[0].wait(0, "0" * 64)
+    assert answer.directive == pb.DIRECTIVE_RESYNC
+    assert answer.snapshot_round == 0
+    assert answer.theta_digest == coordinator.state.theta_digest
+    assert coordinator.metric("loco_digest_mismatches_total", site="paris") == 1
+
+
+# --- downloads ----------------------------------------------------------------------------------
+
+
+def test_ranges_of_an_update_join_to_the_whole(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    contribute(sites, 0)
+    path = coordinator.store.update(0)
+    whole = path.read_bytes()
+    for parts in (1, 2, 3, 7):
+        cuts = [len(whole) * i // parts for i in range(parts + 1)]
+        pulled = [sites[0].pull(0, a, b - a) for a, b in itertools.pairwise(cuts)]
+        assert b"".join(pulled) == whole
+    assert sites[0].pull(0, len(whole), 0) == b""
+
+
+@pytest.mark.parametrize(("kind", "round_"), [("update", 0), ("snapshot", 0)])
+def test_a_range_outside_the_file_names_its_size(
+    coordinator: Coordinator, sites: tuple[Member, Member], kind: str, round_: int
+) -> None:
+    contribute(sites, 0)
+    store = coordinator.store
+    path = store.update(0) if kind == "update" else store.directory / "snapshots" / "0" / "theta"
+    size = path.stat().st_size
+    ask = sites[0].pull if kind == "update" else sites[0].snapshot
+    for offset, length in ((0, size + 1), (size, 1), (1 << 62, 1)):
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(round_, offset, length)
+        reason, message = refusal(caught.value)
+        assert reason == "not_available"
+        assert f"the {kind} of round 0 has {size}" in message
+
+
+def test_a_snapshot_that_is_not_there_is_named(sites: tuple[Member, Member]) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        sites[0].snapshot(9, 0, 4)
+    assert refusal(caught.value) == ("not_available", "no snapshot of round 9")
+
+
+def test_only_members_download(coordinator: Coordinator, sites: tuple[Member, Member]) -> None:
+    with Member(coordinator, "stranger") as stranger:
+        for ask in (stranger.pull, stranger.snapshot):
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(0, 0, 4)
+            assert refusal(caught.value)[0] == "unknown_site"
+
+
+def test_a_message_above_the_ceiling_ends_its_call_and_nothing_else(
+    sites: tuple[Member, Member],
+) -> None:
+    paris, _ = sites
+    header = pb.PushRequest(header=paris.header(0, b"x" * 100))
+    block = pb.PushRequest(block=make_block(b"x" * (3 << 20)))
+    with pytest.raises(grpc.RpcError) as caught:
+        paris.stub.Push(iter([header, block]))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert paris.beat().round == 0
+
+
+# --- bytes --------------------------------------------------------------------------------------
+
+
+def counted(registry: CollectorRegistry, site: str) -> dict[tuple[str, str], float]:
+    return {
+        (direction, kind): registry.get_sample_value(
+            "loco_wire_bytes_total", {"site": site, "direction": direction, "kind": kind}
+        )
+        or 0.0
+        for direction in DIRECTIONS
+        for kind in KINDS
+    }
+
+
+def test_both_ends_count_the_same_bytes(coordinator: Coordinator) -> None:
+    """A site's own session against the coordinator, kind by kind; GetRun precedes membership."""
+    mine = CollectorRegistry()
+    session = Session(coordinator.address, "paris", 10.0, WireMetrics(Catalogue(mine)))
+    with Member(coordinator, "oslo") as oslo:
+        oslo.enter()
+        run = session.get_run()
+        asked = counted(mine, "paris")
+        joined = session.join(run, LAYOUT, 1, None)
+        session.caller = pb.Caller(run_id=run.run_id, site="paris", incarnation=joined.incarnation)
+        digest = coordinator.state.theta_digest
+        session.snapshot(0, range(4 * LAYOUT.num_elements))
+        assert session.next_directive(0, digest).directive == pb.DIRECTIVE_TRAIN
+        body = shard_body(vector(LAYOUT, 1), CONFIG)
+        header = pb.PushHeader(num_shards=1, tokens=5, inner_steps=7, theta_digest=digest)
+        session.push(header, body)
+        oslo.contribute(0, vector(LAYOUT, 2))
+        update = session.next_directive(0, digest)
+        session.pull(0, range(update.update_bytes))
+        session.close()
+    theirs = counted(coordinator.running.monitor.registry, "paris")
+    own = {key: value - asked[key] for key, value in counted(mine, "paris").items()}
+    assert own == theirs
+    assert len(body) < own["up", "contribution"] < len(body) + 500
+    assert update.update_bytes < own["down", "update"] < update.update_bytes + 100
+    assert 4 * LAYOUT.num_elements < own["down", "snapshot"]
+
+
+# --- standard services and status ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", SERVICE])
+def test_health_says_serving(coordinator: Coordinator, name: str) -> None:
+    with grpc.insecure_channel(coordinator.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_lists_the_services(coordinator: Coordinator) -> None:
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(coordinator.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answer = next(iter(stub.ServerReflectionInfo(iter([request]), timeout=10)))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+def test_status_of_another_protocol_version_is_refused(coordinator: Coordinator) -> None:
+    with Member(coordinator, "reader") as reader, pytest.raises(grpc.RpcError) as caught:
+        reader.stub.Status(pb.StatusRequest(protocol_version=PROTOCOL_VERSION + 1))
+    assert refusal(caught.value)[0] == "protocol_version"
+
+
+def test_a_second_coordinator_on_the_port_does_not_start(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    second = create_store(tmp_path / "second", CONFIG)
+    with pytest.raises(ConfigError, match=f"cannot listen on {coordinator.address}"):
+        Coordinator(second, listen=coordinator.address)
+    with Member(coordinator, "paris") as paris:
+        assert paris.join().incarnation == 1
+
+
+def test_a_state_directory_in_use_is_refused_by_name(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} is in use by another coordinator"):
+        Store.open(tmp_path)
+    with pytest.raises(ConfigError, match="is in use by another coordinator"):
+        create_store(tmp_path, CONFIG)
+
+
+def test_many_sites_at_once(tmp_path: Path) -> None:
+    """Concurrent joins, waits and pushes from threads: every site counts, once."""
+    config = config_of(quorum={"min_sites": 8}, run={"rounds": 1})
+    with coordinating(create_store(tmp_path, config)) as coordinator:
+        members = [Member(coordinator, f"site-{i}") for i in range(8)]
+
+        def live(member: Member, seed: int) -> None:
+            member.enter()
+            digest = coordinator.state.digests[0]
+            eventually(
+                lambda: member.wait(0, digest, timeout=5).directive == pb.DIRECTIVE_TRAIN, "open"
+            )
+            member.contribute(0, vector(LAYOUT, seed))
+
+        threads = [
+            threading.Thread(target=live, args=(member, seed))
+            for seed, member in enumerate(members)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        eventually(lambda: coordinator.state.round == 1, "the round is committed")
+        assert sorted(coordinator.state.updates[0].included) == [f"site-{i}" for i in range(8)]
+        for member in members:
+            member.channel.close()
