@@ -34,6 +34,7 @@ from coordinator.reducer import Reduced, Reducer
 from coordinator.refused import RefusedRequest
 from coordinator.state import State
 from coordinator.store import Store
+from loco import codec
 
 T = TypeVar("T")
 TICK_SECONDS = 0.5
@@ -68,6 +69,7 @@ class Engine:
             await self._save_snapshot()
         await self.submit(Recovered())
         self._spawn(self._tick_for_ever())
+        codec.warm_up_beside(self.store.layout.num_elements)
 
     def drain(self) -> None:
         """Send everyone who waits away; what is in progress may finish."""

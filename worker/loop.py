@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
+from loco import codec
 from loco.config import config_from_json
 from loco.digest import bytes_digest
 from loco.errors import LocoError, NonFiniteError, RefusedError
@@ -45,6 +46,7 @@ class Worker:
         self._config = config_from_json(run.config_json)
         self._trainer = self._site.together(self._make_trainer)
         self._layout = layout_of(self._trainer.model)
+        codec.warm_up_beside(self._layout.num_elements)
         self._exchange = Exchange(self._config, self._site, self._trainer.model, self._layout)
         self._checkpoints = self._open_checkpoints(run.run_id)
         try:

@@ -6,7 +6,7 @@
 Importing this package imports neither torch nor numba. The bytes: docs/protocol.md.
 """
 
-from loco.codec.backend import warm_up
+from loco.codec.backend import warm_up, warm_up_beside
 from loco.codec.feedback import FeedbackEncoded, encode_feedback
 from loco.codec.header import HEADER_BYTES, REASONS, Header, payload_length, peek
 from loco.codec.payload import Decoded, Encoded, decode, decode_add, encode, encode_dense
@@ -28,4 +28,5 @@ __all__ = [
     "payload_length",
     "peek",
     "warm_up",
+    "warm_up_beside",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import Protocol, cast
 
 import numpy as np
@@ -49,6 +50,8 @@ class Operations(Protocol):
 
 _active: Operations = reference
 
+WORTH_COMPILING = 10_000_000  # elements
+
 
 def operations() -> Operations:
     """The operations in use."""
@@ -69,3 +72,13 @@ def warm_up() -> str:
         return "numpy"
     _active = cast(Operations, kernels)
     return "numba"
+
+
+def warm_up_beside(num_elements: int) -> None:
+    """`warm_up` in a thread, if the model is large enough to be worth a compiler's time.
+
+    The NumPy operations take 30 ms for a million elements, so that below the threshold a round
+    waits less than 0.3 s for them, while the compiler would take cores away from inner steps.
+    """
+    if num_elements >= WORTH_COMPILING:
+        threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
