@@ -26,7 +26,12 @@ def recover(store: Store) -> tuple[State, Reducer]:
 
 
 def _reduce_again(store: Store, state: State, reducer: Reducer, event: RoundCommitted) -> None:
-    made = reducer.reduce(state)
+    try:
+        made = reducer.reduce(state)
+    except FileNotFoundError as error:
+        raise LocoError(
+            f"replay of round {event.round} needs {error.filename}, which is gone"
+        ) from error
     if made.theta_digest != event.theta_digest:
         raise LocoError(
             f"replay of round {event.round} gives theta {made.theta_digest[:16]}, the journal "
