@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from loco.errors import ConfigError
 
@@ -62,7 +63,7 @@ class Group:
         assert self._process_group is not None
         self.bytes_sent += own.nbytes * (self.size - 1)
         work = self._process_group.allgather_into_tensor_coalesced(
-            [gathered.view(-1)], [own.view(-1)]
+            [gathered.view(-1)], [own.view(-1)], AllgatherOptions()
         )
         return Gathering(gathered, work)
 
