@@ -27,7 +27,7 @@ BLOCK_ELEMENTS = 1 << 16  # 256 KiB of fp32: the temporaries of a block stay in 
 
 Patterns = npt.NDArray[np.uint32]
 
-_SLICE = 1 << 16  # values that are packed at a time
+_SLICE = 1 << 14  # values that are packed at a time
 
 
 def first_non_finite(a: Floats) -> int:
@@ -145,7 +145,7 @@ def _level_codes(mean: Ints, scale: npt.NDArray[np.float64]) -> Codes:
 def pack(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> tuple[bytes, bytes]:
     """Unary and binary parts of Rice codes: runs of `counts[i]` values with parameter `rice[i]`."""
     widths = np.repeat(rice.astype(np.uint8), counts)
-    unary, fields = [np.zeros(0, np.uint8)], [np.zeros(0, np.uint8)]
+    unary, fields = _BitString(), _BitString()
     for start in range(0, len(values), _SLICE):
         v = as_ints(values[start : start + _SLICE])
         width = as_ints(widths[start : start + _SLICE])
@@ -156,11 +156,24 @@ def pack(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> tuple[byt
         starts = np.cumsum(width) - width
         bit = np.arange(int(width.sum())) - np.repeat(starts, width)
         fields.append(((np.repeat(v, width) >> bit) & 1).astype(np.uint8))
-    return _pack_bits(unary), _pack_bits(fields)
+    return unary.to_bytes(), fields.to_bytes()
 
 
-def _pack_bits(parts: list[Bytes]) -> bytes:
-    return np.packbits(np.concatenate(parts), bitorder="little").tobytes()
+class _BitString:
+    """Bits that are packed as they come, so that one slice at a time takes a byte a bit."""
+
+    def __init__(self) -> None:
+        self._packed: list[bytes] = []
+        self._rest: Bytes = np.zeros(0, np.uint8)
+
+    def append(self, bits: Bytes) -> None:
+        bits = np.concatenate([self._rest, bits])
+        whole = len(bits) & ~7
+        self._packed.append(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._rest = bits[whole:]
+
+    def to_bytes(self) -> bytes:
+        return b"".join(self._packed) + np.packbits(self._rest, bitorder="little").tobytes()
 
 
 def unpack(unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints:

@@ -7,7 +7,6 @@ magnitude levels (1 or 2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,16 +81,16 @@ def chunk_lengths(num_elements: int, chunk: int) -> Ints:
     return np.minimum(chunk, num_elements - starts)
 
 
-def concatenate(parts: Sequence[Selection]) -> Selection:
-    """Selections of consecutive ranges of whole chunks as one."""
+def concatenate(parts: list[Selection]) -> Selection:
+    """Selections of consecutive ranges of whole chunks as one.
+
+    Empties `parts`, so that only one field at a time is there twice.
+    """
     if len(parts) == 1:
-        return parts[0]
-    return Selection(
-        num_elements=sum(part.num_elements for part in parts),
-        chunk=parts[0].chunk,
-        counts=np.concatenate([part.counts for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        negative=np.concatenate([part.negative for part in parts]),
-        high=np.concatenate([part.high for part in parts]),
-        levels=np.concatenate([part.levels for part in parts]),
-    )
+        return parts.pop()
+    names = "counts", "positions", "negative", "high", "levels"
+    chunk, num_elements = parts[0].chunk, sum(part.num_elements for part in parts)
+    pieces = {name: [getattr(part, name) for part in parts] for name in names}
+    parts.clear()
+    joined = {name: np.concatenate(pieces.pop(name)) for name in names}
+    return Selection(num_elements=num_elements, chunk=chunk, **joined)
