@@ -101,7 +101,7 @@ class Process:
         if not self.log.exists():
             return
         for line in self.log.read_text(errors="replace").splitlines():
-            if line.startswith("{"):
+            if line.startswith("{") and line.endswith("}"):  # a killed process may tear its last
                 yield json.loads(line)
 
     def tail(self, count: int = 15) -> str:
@@ -113,7 +113,7 @@ class Coordinator(Process):
 
     def __init__(self, directory: Path, raw: Raw) -> None:
         super().__init__(directory / "coordinator.log")
-        self.state = directory / "state"
+        self.state = directory / "disk" / "state"  # `disk` may be a small file system
         self.config = directory / "run.toml"
         self.config.write_text(tomli_w.dumps(raw), encoding="utf-8")
         self.port = free_port()
@@ -189,7 +189,7 @@ class Coordinator(Process):
             return [event for _, event in journal.replay(after=0)]
 
     def _copy_of_journal(self) -> Path:
-        copy = self.state.with_name("journal-copy")
+        copy = self.log.with_name("journal-copy")
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
         for file in self.state.glob("journal.sqlite*"):
@@ -271,6 +271,11 @@ class World:
         now = self.coordinator.until(lambda: self.coordinator.round() + 1, "the round is known") - 1
         self.reach(now + rounds)
         return time.monotonic() - began
+
+    def coordinator_dies(self) -> int:
+        """Wait until it has ended; its exit code."""
+        until(lambda: self._check_sites() or not self.coordinator.alive, "the coordinator dies")
+        return self.coordinator.wait()
 
     def _check_sites(self) -> None:
         for site in self.sites.values():

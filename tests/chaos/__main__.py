@@ -1,0 +1,187 @@
+"""Chaos: a run of real processes, one fault after the other, and what became of it.
+
+    python -m tests.chaos --faults 200 --seed 1 --json
+
+Two runs share the faults. In the exact one every site is in every round, so it must equal, bit for
+bit, a run that nobody disturbed, which is made after it. In the quorum one rounds close without
+sites that are away; every contribution must still be accounted for, and theta be the same
+everywhere. Exit code 0 when nothing was lost and everything that must be equal is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.check import check_state
+
+from .faults import KINDS, plan
+from .processes import Raw, World
+from .runs import exact_run, quorum_run
+from .verdict import Account, account, digests_of, first_difference, read_log, wrong_digests
+
+DISK_MEGABYTES = 128
+EXACT_SITES = {"paris": 2, "oslo": 1}
+QUORUM_SITES = {"paris": 2, "oslo": 1, "kyoto": 1}
+
+
+@dataclass
+class Outcome:
+    """Of one disturbed run."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    recovery_seconds: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+    account: Account | None = None
+    compared: int = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=40, help="how many, over both runs")
+    parser.add_argument("--seed", type=int, default=0, help="chooses faults and their moments")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--keep", type=Path, help="directory for logs and state; must not exist")
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        directory = options.keep or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="loco-chaos-"))
+        )
+        result = chaos(options.faults, options.seed, directory)
+    print(json.dumps(result) if options.json else "\n".join(f"{k}: {v}" for k, v in result.items()))
+    sys.exit(0 if result["ok"] else 1)
+
+
+def chaos(faults: int, seed: int, directory: Path) -> dict[str, Any]:
+    """Disturb both runs, make the undisturbed one; the result as JSON will show it."""
+    began, rng = time.monotonic(), random.Random(seed)
+    num_exact = faults - faults // 3
+    exact = disturb(
+        directory / "exact", exact_run(seed), EXACT_SITES, plan(num_exact, rng, exact=True), rng
+    )
+    quorum = disturb(
+        directory / "quorum",
+        quorum_run(seed),
+        QUORUM_SITES,
+        plan(faults - num_exact, rng, exact=False),
+        rng,
+    )
+    undisturbed = run_undisturbed(directory / "undisturbed", seed, len(exact.digests))
+    difference = first_difference(exact.digests, undisturbed)
+    return summary(exact, quorum, difference, len(undisturbed), time.monotonic() - began)
+
+
+def disturb(
+    directory: Path, raw: Raw, sites: dict[str, int], kinds: list[str], rng: random.Random
+) -> Outcome:
+    """One run, with one fault after the other; then its books."""
+    outcome = Outcome()
+    with small_disk(directory / "disk"), World(directory, raw, sites) as world:
+        try:
+            world.start()
+            for kind in kinds:
+                say(f"{directory.name}: fault {outcome.kinds.total() + 1} of {len(kinds)}, {kind}")
+                time.sleep(rng.uniform(0.0, 0.5))
+                repaired = KINDS[kind](world, rng)
+                world.progress()
+                outcome.kinds[kind] += 1
+                outcome.recovery_seconds.append(time.monotonic() - repaired)
+            codes = world.drain()
+            outcome.failures += [
+                f"{name} ended with {code}" for name, code in codes.items() if code
+            ]
+        except Exception as error:  # reported with the rest, and as a failure
+            outcome.failures.append(f"{directory.name}: {type(error).__name__}: {error}")
+            world.coordinator.kill()
+        settle_books(world, outcome)
+    return outcome
+
+
+def settle_books(world: World, outcome: Outcome) -> None:
+    events = world.coordinator.events()
+    told = {
+        name: read_log(line["message"] for line in site.lines())
+        for name, site in world.sites.items()
+    }
+    outcome.digests = digests_of(events)
+    outcome.account = account(events, told)
+    outcome.compared, wrong = wrong_digests(events, told)
+    outcome.failures += [f"theta differs: {where}" for where in wrong]
+    outcome.failures += [f"lost: {where}" for where in outcome.account.lost]
+    outcome.failures += check_state(world.coordinator.state).faults
+
+
+def run_undisturbed(directory: Path, seed: int, rounds: int) -> dict[int, str]:
+    """Digests of so many rounds of the exact run, without faults."""
+    say(f"undisturbed: {rounds} rounds")
+    with World(directory, exact_run(seed), EXACT_SITES) as world:
+        world.start()
+        world.reach(rounds)
+        world.drain()
+        return {r: d for r, d in digests_of(world.coordinator.events()).items() if r < rounds}
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[None]:
+    """A file system of its own, to be filled; needs root."""
+    directory.mkdir(parents=True)
+    size = f"size={DISK_MEGABYTES}m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "loco-chaos", str(directory)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def summary(
+    exact: Outcome, quorum: Outcome, difference: int | None, compared: int, seconds: float
+) -> dict[str, Any]:
+    """The JSON object of the command line."""
+    both = (exact, quorum)
+    accounts = [outcome.account for outcome in both if outcome.account is not None]
+    recovery = [seconds for outcome in both for seconds in outcome.recovery_seconds]
+    failures = [failure for outcome in both for failure in outcome.failures]
+    digests_equal = not any(failure.startswith("theta differs") for failure in failures)
+    kinds = exact.kinds + quorum.kinds
+    return {
+        "faults": kinds.total(),
+        "kinds": dict(sorted(kinds.items())),
+        "rounds": sum(a.rounds for a in accounts),
+        "accepted": sum(a.accepted for a in accounts),
+        "included": sum(a.included for a in accounts),
+        "kept_in_error_feedback": sum(a.kept for a in accounts),
+        "lost": sum(len(a.lost) for a in accounts),
+        "digests_equal": digests_equal,
+        "digests_compared": sum(outcome.compared for outcome in both),
+        "bit_equal_to_uninterrupted": difference is None and compared == len(exact.digests) > 0,
+        "rounds_compared": compared,
+        "first_difference": difference,
+        "recovery_seconds": {
+            "median": round(statistics.median(recovery), 2) if recovery else None,
+            "max": round(max(recovery), 2) if recovery else None,
+        },
+        "seconds": round(seconds),
+        "failures": failures,
+        "ok": not failures and difference is None,
+    }
+
+
+def say(message: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
