@@ -43,10 +43,11 @@ CALL_SECONDS = 30.0
 POLL_SECONDS = 20.0
 MAX_PAUSE_SECONDS = 5.0
 SAY_SECONDS = 5.0  # between lines about a coordinator that is away
-# Answers that mean "not now": the coordinator is starting, stopping, out of reach or has failed,
-# or bytes were damaged on the way.
+# Answers that mean "not now": the coordinator is starting, stopping (which cancels calls), out of
+# reach or has failed, or bytes were damaged on the way.
 _TRY_AGAIN = (
     grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
@@ -89,6 +90,7 @@ class Session:
         self._instance = secrets.token_hex(8)
         self._away_since: float | None = None
         self._said = 0.0
+        self._closed = False
         self.caller = pb.Caller()
         self.retries = 0
         """Calls tried again because the coordinator did not answer."""
@@ -96,6 +98,8 @@ class Session:
         """Bytes that had come when a connection broke, and were not moved again."""
 
     def close(self) -> None:
+        """End all calls; those of other threads raise."""
+        self._closed = True
         self._channel.close()
 
     # --- the leader -----------------------------------------------------------------------------
@@ -275,7 +279,7 @@ class Session:
             refused = refusal_of(error)
             if refused is not None and refused.reason not in _WAIT_FOR:
                 raise refused from None
-            if refused is None and error.code() not in _TRY_AGAIN:
+            if self._closed or (refused is None and error.code() not in _TRY_AGAIN):
                 raise UnreachableError(
                     f"the coordinator at {self.address} failed: {describe(error)}"
                 ) from None
