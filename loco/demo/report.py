@@ -17,7 +17,7 @@ from loco.demo.config import DemoOptions
 from loco.status import Status, human_bytes
 
 _LINE_SECONDS = 5.0
-_IDLE_PHASES = ("wait", "push", "pull", "sync")
+_IDLE_PHASES = ("wait", "push", "pull", "apply", "sync")
 
 
 @dataclass(frozen=True, kw_only=True)
