@@ -178,7 +178,7 @@ def board(uid: str, title: str, description: str, *, site: bool) -> dashboard.Da
     return made
 
 
-# Marks on every chart. Rounds are off by default where they are short: the mark can be clicked off.
+# Marks on every chart; each kind can be switched off at the top of the dashboard.
 _ANNOTATIONS = (
     ("Rounds", f"changes(loco_round{{{ALL}}}[{RATE}]) > 0", "rgba(120,120,120,0.35)"),
     (

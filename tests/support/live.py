@@ -16,8 +16,8 @@ from coordinator.server import Running, running
 from coordinator.store import Store
 from loco.digest import bytes_digest
 from loco.layout import Layout
-from loco.wire.protocol import BLOCK_BYTES, CHANNEL_OPTIONS, PROTOCOL_VERSION
 from loco.wire.blocks import make_block
+from loco.wire.protocol import BLOCK_BYTES, CHANNEL_OPTIONS, PROTOCOL_VERSION
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
