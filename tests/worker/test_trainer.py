@@ -1,0 +1,108 @@
+"""Inner steps: the learning rate is a function of the step alone, and NaN is said by name.
+
+Compared with: the closed form of warm-up and cosine. Run alone: pytest tests/worker/test_trainer.py
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.runs import config_of
+
+from loco.config import InnerConfig
+from loco.errors import NonFiniteError
+from loco.inner.build import lr_at
+from loco.inner.groups import Group
+from loco.wire.v1 import coordinator_pb2 as pb
+from worker.site import Site
+from worker.trainer import Trainer
+
+INNER = InnerConfig(lr=0.4, warmup_steps=4, min_lr_fraction=0.1)
+
+
+def test_warm_up_is_linear_to_the_peak() -> None:
+    assert [lr_at(INNER, step, 100) for step in range(5)] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.4]
+    )
+
+
+def test_then_a_cosine_to_the_minimum_which_stays() -> None:
+    assert lr_at(INNER, 52, 100) == pytest.approx(0.4 * (0.1 + 0.9 * 0.5))
+    for step in (100, 101, 10_000):
+        assert lr_at(INNER, step, 100) == pytest.approx(0.04)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300), st.integers(0, 200), st.integers(0, 50))
+def test_it_never_leaves_its_range(step: int, total: int, warmup: int) -> None:
+    """Shorter runs than the warm-up, and steps past the horizon, included."""
+    inner = InnerConfig(lr=0.4, warmup_steps=warmup, min_lr_fraction=0.1)
+    lr = lr_at(inner, step, total)
+    assert math.isfinite(lr)
+    assert 0 < lr <= 0.4
+    if step >= warmup:
+        assert lr >= 0.04 - 1e-12
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCO_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("pack my box with five dozen liquor jugs. " * 300)
+    return path
+
+
+def trainer(corpus: Path, **inner: object) -> Trainer:
+    small = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32}
+    config = config_of(
+        model={**small, "seq_len": 16},
+        data={"corpus": str(corpus), "batch": 4},
+        inner={"optimizer": "sgd", "warmup_steps": 3, **inner},
+        eval={"sequences": 4},
+    )
+    return Trainer(config, Site(torch.device("cpu"), Group()), "paris", str(corpus))
+
+
+def plan(first_step: int, steps: int, total: int) -> pb.RoundPlan:
+    return pb.RoundPlan(inner_steps=steps, first_step=first_step, total_steps=total)
+
+
+def test_the_trace_of_a_site_that_comes_back_is_that_of_one_that_stayed(corpus: Path) -> None:
+    """Learning rate and data: a new process that is told where the run stands goes on alike."""
+    stayed = trainer(corpus, lr=0.2)
+    for first in (0, 4):
+        stayed.train(4, plan(first, 4, 12))
+        stayed.exchanged()
+    came_back = trainer(corpus, lr=0.2)
+    came_back.train(4, plan(0, 4, 12))
+    parameters = {k: v.clone() for k, v in came_back.model.state_dict().items()}
+    came_back = trainer(corpus, lr=0.2)
+    came_back.model.load_state_dict(parameters)
+    came_back.data_cursor = 4
+    came_back.train(4, plan(4, 4, 12))
+    for name, tensor in stayed.model.state_dict().items():
+        assert torch.equal(tensor, came_back.model.state_dict()[name]), name
+
+
+def test_a_loss_that_is_not_finite_names_site_and_remedy(corpus: Path) -> None:
+    wild = trainer(corpus, lr=1.0)
+    with torch.no_grad():
+        wild.model.norm.weight[0] = float("inf")
+    wild.train(2, plan(0, 2, 10))
+    with pytest.raises(NonFiniteError, match=r"site 'paris'.*Lower inner\.lr") as caught:
+        wild.exchanged()
+    assert caught.value.exit_code == 5
+
+
+def test_dropped_steps_give_their_data_back(corpus: Path) -> None:
+    some = trainer(corpus, lr=0.1)
+    some.train(3, plan(0, 3, 10))
+    some.exchanged()
+    some.train(2, plan(3, 2, 10))
+    some.drop_local_steps()
+    assert (some.data_cursor, some.local_steps) == (3, 0)
