@@ -18,12 +18,14 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from loco.inner.shards import Shard
+
 
 class Owner(ABC):
     """State of one shard and the update that it makes.
 
     Args:
-        length: S.
+        shard: the positions owned, S of them.
         betas, eps: as in Scape.
         like: a tensor of the device to live on.
     """
@@ -31,17 +33,18 @@ class Owner(ABC):
     gradient_weight: float
     """What a new gradient weighs in the values that are accumulated and exchanged."""
 
-    def __init__(self, length: int, betas: tuple[float, float], eps: float, like: Tensor) -> None:
+    def __init__(self, shard: Shard, betas: tuple[float, float], eps: float, like: Tensor) -> None:
+        self.shard = shard
         self.betas = betas
         self.eps = eps
-        self.buffer = like.new_zeros(length)
+        self.buffer = like.new_zeros(shard.length)
         """The state that a checkpoint needs, [S] fp32."""
         self.support = torch.empty(0, dtype=torch.int64, device=like.device)
         """The shard's positions of the last mask that was applied, [k] int64."""
 
     @abstractmethod
     def prepare(self, gradient: Tensor, step: int) -> None:
-        """Begin applied step `step` with this rank's own gradient of the shard, [S]."""
+        """Begin applied step `step` with this rank's own flat gradient, [n]."""
 
     @abstractmethod
     def scores(self, accumulated: Tensor) -> Tensor:
@@ -76,8 +79,8 @@ class LocalOwner(Owner):
 
     gradient_weight = 1.0
 
-    def __init__(self, length: int, betas: tuple[float, float], eps: float, like: Tensor) -> None:
-        super().__init__(length, betas, eps, like)
+    def __init__(self, shard: Shard, betas: tuple[float, float], eps: float, like: Tensor) -> None:
+        super().__init__(shard, betas, eps, like)
         self._moment = torch.empty_like(self.buffer)
         """v of the step in preparation; trades places with `buffer` at commit."""
         self._floor = like.new_tensor((1 - betas[1]) * eps**2)
@@ -86,7 +89,11 @@ class LocalOwner(Owner):
         b2 = self.betas[1]
         self._correction = 1 - b2**step
         torch.add(self._floor, self.buffer, alpha=b2, out=self._moment)
-        self._moment.addcmul_(gradient, gradient, value=1 - b2)
+        parts = zip(
+            self.shard.local_parts(self._moment), self.shard.flat_parts(gradient), strict=True
+        )
+        for moment, g in parts:
+            moment.addcmul_(g, g, value=1 - b2)
 
     def scores(self, accumulated: Tensor) -> Tensor:
         return accumulated.square_().div_(self._moment[: accumulated.numel()])
@@ -120,13 +127,13 @@ class MomentumOwner(Owner):
 
     def __init__(
         self,
-        length: int,
+        shard: Shard,
         betas: tuple[float, float],
         eps: float,
         like: Tensor,
         bias_correction: bool = True,
     ) -> None:
-        super().__init__(length, betas, eps, like)
+        super().__init__(shard, betas, eps, like)
         self.gradient_weight = 1 - betas[0]
         self._bias_correction = bias_correction
 

@@ -136,12 +136,11 @@ class Scape(torch.optim.Optimizer):
         self._mask: Mask | None = None
         self._next_mask: MaskGathering | Mask | None = None
         self._lay_out()
-        length = self._shard.length
         self._owner: Owner
         if second_moment == "local":
-            self._owner = LocalOwner(length, betas, eps, self._residual)
+            self._owner = LocalOwner(self._shard, betas, eps, self._residual)
         else:
-            self._owner = MomentumOwner(length, betas, eps, self._residual, bias_correction)
+            self._owner = MomentumOwner(self._shard, betas, eps, self._residual, bias_correction)
 
     def _lay_out(self) -> None:
         """Move the parameters into one flat buffer, cut it into shards, check all ranks agree."""
@@ -165,8 +164,7 @@ class Scape(torch.optim.Optimizer):
         self._gradients = FlatGradients(named)
         self._residual = torch.zeros_like(self._gradients.flat)  # q: [n] fp32
         # Allocated once: on a CPU, page faults of fresh buffers cost more than the arithmetic.
-        self._own_gradient = self._residual.new_empty(self._shard.length)
-        self._scratch = torch.empty_like(self._own_gradient)
+        self._scratch = self._residual.new_empty(self._shard.length)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is built: the layout is fixed afterwards."""
@@ -218,9 +216,8 @@ class Scape(torch.optim.Optimizer):
         self._parameters.require_in_place()
         self._gradients.collect()
         gradient = self._gradients.flat  # [n]
-        own_gradient = self._shard.take(gradient, out=self._own_gradient)  # [S]
-        self._owner.prepare(own_gradient, self._applied_steps + 1)
-        mask, next_mask = self._masks(own_gradient)
+        self._owner.prepare(gradient, self._applied_steps + 1)
+        mask, next_mask = self._masks()
         values = self._residual.index_select(0, mask.positions)  # [K]: a_i on the mask
         fresh = gradient.index_select(0, mask.positions)
         values.add_(fresh, alpha=self._owner.gradient_weight)
@@ -252,25 +249,27 @@ class Scape(torch.optim.Optimizer):
         self._mask, self._next_mask = staged.mask, staged.next_mask
         self._applied_steps += 1
 
-    def _masks(self, own_gradient: Tensor) -> tuple[Mask, MaskGathering | None]:
+    def _masks(self) -> tuple[Mask, MaskGathering | None]:
         """The mask of this step, and the one on its way for the next if that is another."""
         due = self._applied_steps % self.refresh == 0
         if self.delay == 0:
             if due or self._mask is None:
-                return self._choose(own_gradient, None).wait(), None
+                return self._choose(None).wait(), None
             return self._mask, None
         if self._next_mask is not None:
             mask = _arrived(self._next_mask)
         else:
-            mask = self._mask or self._choose(own_gradient, None).wait()
-        return mask, self._choose(own_gradient, mask) if due else None
+            mask = self._mask or self._choose(None).wait()
+        return mask, self._choose(mask) if due else None
 
-    def _choose(self, own_gradient: Tensor, in_flight: Mask | None) -> MaskGathering:
+    def _choose(self, in_flight: Mask | None) -> MaskGathering:
         """Choose a mask from what has accumulated until now, and start to gather it."""
         shard, density = self._shard, self.current_density()
-        accumulated = shard.take(self._residual, out=self._scratch)
-        accumulated.add_(own_gradient, alpha=self._owner.gradient_weight)
-        scores = self._owner.scores(accumulated[: shard.sparse_length])
+        residual, gradient = self._residual, self._gradients.flat
+        parts = (shard.flat_parts(residual), shard.flat_parts(gradient))
+        for q, g, sum_ in zip(*parts, shard.local_parts(self._scratch), strict=True):
+            torch.add(q, g, alpha=self._owner.gradient_weight, out=sum_)
+        scores = self._owner.scores(self._scratch[: shard.sparse_length])
         if in_flight is not None and self.exclude_in_flight:
             own = in_flight.locals[self.group.rank]
             scores[own[: own.numel() - (shard.length - shard.sparse_length)]] = -1

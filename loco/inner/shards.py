@@ -56,16 +56,23 @@ class Shard:
     sparse_length: int
     """Local positions [0, sparse_length) are sparse; the rest is on the mask at every step."""
 
-    def take(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """This shard of a flat vector [n], copied into `out` [length] if given."""
-        parts = [flat[p.flat_start : p.flat_start + p.length] for p in self.pieces]
-        return torch.cat(parts or [flat[:0]], out=out)
+    def flat_parts(self, flat: Tensor) -> list[Tensor]:
+        """This shard of a flat vector [n], as views, one a piece."""
+        return [flat[p.flat_start : p.flat_start + p.length] for p in self.pieces]
+
+    def local_parts(self, local: Tensor) -> list[Tensor]:
+        """The parts of a vector [length] that belong to the pieces, as views."""
+        return [local[p.local_start : p.local_start + p.length] for p in self.pieces]
+
+    def take(self, flat: Tensor) -> Tensor:
+        """This shard of a flat vector [n], as a copy [length]."""
+        return torch.cat([flat[:0], *self.flat_parts(flat)])
 
     def put(self, flat: Tensor, values: Tensor) -> None:
         """Write `values` [length] into this shard of a flat vector [n]."""
-        for p in self.pieces:
-            part = values[p.local_start : p.local_start + p.length]
-            flat[p.flat_start : p.flat_start + p.length] = part
+        pairs = zip(self.flat_parts(flat), self.local_parts(values), strict=True)
+        for part, value in pairs:
+            part.copy_(value)
 
     def split(self, local: Tensor) -> list[tuple[slice, Piece]]:
         """Which part of ascending local positions [k] lies in which piece."""
