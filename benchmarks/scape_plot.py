@@ -1,0 +1,54 @@
+"""Draw the loss curves that benchmarks.scape_loss printed with --json, one line a run.
+
+python -m benchmarks.scape_plot docs/results/scape_cpu_2026-11-30.jsonl curves.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+LOWEST_STEP = 300  # before that all curves fall alike and would squeeze the rest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("image", type=Path)
+    args = parser.parse_args()
+    runs = [json.loads(line) for line in args.runs.read_text().splitlines()]
+    mpl.use("Agg")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    draw(axes[0], [r for r in runs if not r["inner_steps"]], "one site of 4 ranks")
+    draw(axes[1], [r for r in runs if r["inner_steps"]], "2 sites of 2 ranks, averaged every 15")
+    axes[0].set_ylabel("held-out nats a byte")
+    figure.tight_layout()
+    figure.savefig(args.image, dpi=110)
+
+
+def draw(axes: Any, runs: list[dict[str, Any]], title: str) -> None:
+    for run in [r for r in runs if r["steps"] == 1200 and r["seed"] == 0]:
+        points = [(step, nats) for step, nats in run["curve"] if step >= LOWEST_STEP]
+        style = "-" if run["optimizer"] == "scape" else "--"
+        axes.plot(*zip(*points, strict=True), style, marker=".", label=label(run))
+    axes.set_title(title)
+    axes.set_xlabel("inner step")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def label(run: dict[str, Any]) -> str:
+    """What tells the run from others, and where it ended."""
+    name = run["optimizer"]
+    if name == "scape":
+        name += f" {run['preset']} {100 * run['density']:g} %"
+    return f"{name}, lr {run['lr']:g}: {run['validation_nats']:.3f}"
+
+
+if __name__ == "__main__":
+    main()
