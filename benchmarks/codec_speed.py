@@ -2,8 +2,8 @@
 
 Encode is `encode_feedback` on payloads of 4 Mi elements, as a worker calls it, over buffers that do
 not fit the caches; it counts 16 bytes a parameter (theta, params, EF in; EF out). The copy is
-np.copyto over buffers of the same size, bytes read plus written. The candidates take turns; each
-has the time of its best pass, because other processes only ever add to it.
+np.copyto over buffers of the same size, bytes read plus written. The candidates take turns at
+each payload; the best of several rounds counts, because other processes only ever add to it.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ def measure_speed() -> dict[str, Any]:
 def _alternate(
     candidates: dict[str, Callable[[slice], None]], cuts: list[slice]
 ) -> dict[str, float]:
-    """CPU seconds of one pass over all cuts, by candidate: the best of `ROUNDS` passes."""
-    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    """CPU seconds of one pass over all cuts, by candidate: each cut's best of `ROUNDS`."""
+    best = {name: [np.inf] * len(cuts) for name in candidates}
     for _ in range(ROUNDS):
-        for name, work in candidates.items():
-            start = time.thread_time()
-            for cut in cuts:
+        for i, cut in enumerate(cuts):
+            for name, work in candidates.items():
+                start = time.thread_time()
                 work(cut)
-            taken[name].append(time.thread_time() - start)
-    return {name: min(times) for name, times in taken.items()}
+                best[name][i] = min(best[name][i], time.thread_time() - start)
+    return {name: sum(times) for name, times in best.items()}
 
 
 def _threads(theta: np.ndarray, params: np.ndarray, ef: np.ndarray) -> dict[str, float]:

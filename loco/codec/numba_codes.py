@@ -32,8 +32,10 @@ def unary_bits(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> Sca
 def pack_runs(
     values: npt.NDArray[np.integer], counts: Ints, rice: Ints, unary: Words, fields: Words
 ) -> None:
-    """Rice codes into zeroed words."""
+    """Rice codes into zeroed words; a word is built in a register and stored once."""
     u, f, start = np.uint64(0), np.uint64(0), 0
+    unary_at, fields_at = np.uint64(0), np.uint64(0)
+    unary_word, fields_word = np.uint64(0), np.uint64(0)
     for c in range(len(counts)):
         r = np.uint64(rice[c])
         low_bits = (_ONE << r) - _ONE
@@ -42,13 +44,19 @@ def pack_runs(
         for j in range(len(run)):
             value = np.uint64(run[j])
             u += value >> r
-            unary[u >> _SIX] |= _ONE << (u & np.uint64(63))
+            if u >> _SIX != unary_at:
+                unary[unary_at] = unary_word
+                unary_at, unary_word = u >> _SIX, np.uint64(0)
+            unary_word |= _ONE << (u & np.uint64(63))
             u += _ONE
             field, at = value & low_bits, f & np.uint64(63)
-            fields[f >> _SIX] |= field << at
-            if at + r > _WORD:
-                fields[(f >> _SIX) + _ONE] |= field >> (_WORD - at)
+            fields_word |= field << at
             f += r
+            if f >> _SIX != fields_at:
+                fields[fields_at] = fields_word
+                fields_at, fields_word = f >> _SIX, field >> (_WORD - at)
+    unary[unary_at] = unary_word
+    fields[fields_at] = fields_word
 
 
 @entry((constant(uint64), constant(uint64), *RUNS, array(int64)))

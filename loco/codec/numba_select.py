@@ -25,7 +25,6 @@ from loco.codec.numba_tools import (
     jit,
     jit_sum,
     lowest_bit,
-    prefetch,
     reach_mask,
 )
 from loco.codec.rice import Ints
@@ -296,15 +295,8 @@ def _sum_squares(a: Floats) -> Scalar:
 
 @jit
 def _add_feedback(theta: Floats, params: Floats, ef: Floats, beta: Scalar) -> None:
-    """Fetches 4 KiB ahead, where the processor's own prefetch stops at pages: 8 % of an encode."""
-    for start in range(0, len(ef), 256):
-        for line in range(np.uint64(start + 1024), np.uint64(start + 1280), np.uint64(16)):
-            prefetch(theta, line)
-            prefetch(params, line)
-            prefetch(ef, line)
-        t, p, e = theta[start : start + 256], params[start : start + 256], ef[start : start + 256]
-        for i in range(len(e)):
-            e[i] = beta * e[i] + (t[i] - p[i])
+    for i in range(len(ef)):
+        ef[i] = beta * ef[i] + (theta[i] - params[i])
 
 
 @entry(

@@ -1,7 +1,7 @@
-"""How the codec's kernels are compiled, and four instructions that Numba has no word for.
+"""How the codec's kernels are compiled, and three instructions that Numba has no word for.
 
 The instructions are portable LLVM: compare 64 elements into a mask (a handful of vector compares),
-count bits, find the lowest bit, prefetch.
+count bits, find the lowest bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Patterns = npt.NDArray[np.uint32]
 Words = npt.NDArray[np.uint64]
 F = TypeVar("F", bound=Callable[..., Any])
 
-_I1, _I8, _I32, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_I32, 64)
 
 
@@ -89,20 +89,3 @@ def lowest_bit(_typing: Any, _word: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(_I1, 0))
 
     return nb.types.uint64(nb.types.uint64), generate
-
-
-@_instruction
-def prefetch(_typing: Any, elements: Any, _index: Any) -> Any:
-    """(elements, index): fetch the cache line of elements[index], which need not exist."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), _I8.as_pointer())
-        flags = [ir.Constant(_I32, flag) for flag in (0, 3, 1)]  # read, keep near, data
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        builder.call(function, [address, *flags])
-        return context.get_dummy_value()
-
-    return nb.types.void(elements, nb.types.uint64), generate
