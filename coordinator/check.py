@@ -6,11 +6,10 @@ import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
 from coordinator.events import RoundCommitted, ShardStored
 from coordinator.recovery import recover
 from coordinator.store import Store
+from loco.digest import file_digest
 from loco.errors import LocoError
 
 
@@ -76,5 +75,5 @@ def _check_files(store: Store, verdict: Verdict) -> None:
 def _check_digest(path: Path, digest: str, verdict: Verdict) -> None:
     if not path.exists():
         verdict.faults.append(f"{path} is missing")
-    elif xxhash.xxh3_128_hexdigest(path.read_bytes()) != digest:
+    elif file_digest(path).hex() != digest:
         verdict.faults.append(f"{path} has not the digest that the journal states")

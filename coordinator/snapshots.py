@@ -23,6 +23,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from coordinator.failpoints import reach
 from coordinator.files import write_aside
 from coordinator.state import State
+from loco.digest import file_digest
 from loco.errors import LocoError
 
 Array = npt.NDArray[np.float32]
@@ -67,7 +68,7 @@ class Snapshot:
         return [
             f"{self.directory / name} has not the digest that its manifest states"
             for name, digest in self.manifest.digests.items()
-            if _file_digest(self.directory / name) != digest
+            if file_digest(self.directory / name).hex() != digest
         ]
 
 
@@ -153,11 +154,3 @@ def _open(directory: Path) -> Snapshot | None:
         log.error("%s is damaged: %s", directory / "manifest.json", error)
         return None
     return Snapshot(round=int(directory.name), directory=directory, manifest=manifest)
-
-
-def _file_digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-import xxhash
 from google.protobuf.message import Message
 
 from coordinator.admission import check_push
@@ -26,6 +25,7 @@ from coordinator.files import rename_synced
 from coordinator.monitor import Monitor
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from loco import codec
+from loco.digest import file_digest
 from loco.errors import PayloadError
 from loco.layout import CHUNK, cells
 from loco.wire.blocks import is_sound
@@ -190,7 +190,7 @@ class Uploads:
 
     async def _check(self, header: pb.PushHeader, event: ShardStored, path: Path) -> Checked:
         """Size, digest, payload and magnitude; a file that fails is removed."""
-        size, digest = await asyncio.to_thread(_size_and_digest, path)
+        size, digest = path.stat().st_size, await asyncio.to_thread(file_digest, path)
         if size < event.size_bytes:  # a broken connection looks like an early end: no fault of it
             raise RefusedRequest(
                 "", f"{size} of {event.size_bytes} bytes are here: go on behind them"
@@ -283,15 +283,6 @@ def _write_through(file: BinaryIO, data: bytes) -> None:
 def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
     reach("upload.synced")
-
-
-def _size_and_digest(path: Path) -> tuple[int, bytes]:
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-    return size, digest.digest()
 
 
 def _event(header: pb.PushHeader) -> ShardStored:

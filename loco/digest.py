@@ -7,6 +7,7 @@ traced to a parameter; the digest of theta is SHA-256 over the chunk hashes in o
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -34,3 +35,12 @@ def theta_digest(hashes: npt.NDArray[np.uint64]) -> str:
 def bytes_digest(data: bytes | memoryview) -> bytes:
     """XXH3-128 of the bytes of a transfer, 16 bytes, big-endian."""
     return xxhash.xxh3_128_digest(data)
+
+
+def file_digest(path: Path) -> bytes:
+    """XXH3-128 of a file's bytes, read piece by piece."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.digest()

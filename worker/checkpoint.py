@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from loco.digest import file_digest
 from loco.errors import LocoError
 from loco.layout import CHUNK
 from worker.site import Site
@@ -106,7 +106,7 @@ class Checkpoints:
         self._site.from_leader(lambda: self._finish(aside, manifest))
 
     def _finish(self, aside: Path, manifest: Manifest) -> bytes:
-        manifest.digests = {p.name: _file_digest(p) for p in aside.iterdir()}
+        manifest.digests = {p.name: file_digest(p).hex() for p in aside.iterdir()}
         (aside / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
         target = aside.with_suffix("")
         shutil.rmtree(target, ignore_errors=True)
@@ -141,7 +141,7 @@ class Checkpoints:
                 f"this is site {self._name!r} in run {self._run_id!r}: give another --checkpoint"
             )
         for name, digest in manifest.digests.items():
-            if not (directory / name).exists() or _file_digest(directory / name) != digest:
+            if not (directory / name).exists() or file_digest(directory / name).hex() != digest:
                 log.error("checkpoint %s is passed over: %s is damaged", directory, name)
                 return None
         return manifest
@@ -201,11 +201,3 @@ def _cut(
         if start < rows.stop and rows.start < stop
     ]
     return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _file_digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -102,7 +102,7 @@ def test_what_nobody_needs_any_more_is_gone(tmp_path: Path) -> None:
     assert numbers("snapshots") == [4, 6]
     assert numbers("contributions") == [4, 5, 6]
     assert numbers("updates") == [4, 5, 6]
-    assert numbers("incoming") in ([], [7])
+    assert set(numbers("incoming")) <= {6, 7}, "a stop may come before the last round is tidied"
 
 
 def test_leftovers_of_a_crash_are_ignored_and_removed(tmp_path: Path) -> None:
