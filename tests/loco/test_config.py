@@ -58,7 +58,7 @@ def test_an_unknown_key_names_the_nearest_known_one(text: str, told: str) -> Non
         ("[inner]\nlr = inf", "inner.lr", "inf", "finite"),
         ("[inner]\nlr = nan", "inner.lr", "nan", "finite"),
         ("[inner]\nbetas = [0.9, 1.0]", "inner.betas.1", "1.0", "less than 1"),
-        ("[inner]\noptimizer = 'adam'", "inner.optimizer", "'adam'", "'adamw' or 'sgd'"),
+        ("[inner]\noptimizer = 'adam'", "inner.optimizer", "'adam'", "'adamw'"),
         ("[codec]\nbits = 4", "codec.bits", "4", "1, 2 or 32"),
         ("[codec]\nk = 4097", "codec.k", "4097", "less than or equal to 4096"),
         ("[codec]\nk = 0", "codec.k", "0", "greater than or equal to 1"),
