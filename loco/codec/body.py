@@ -16,7 +16,6 @@ its binary part; the gaps have no u8, because each chunk has its own parameter.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from loco.codec.backend import operations
 from loco.codec.header import Buffer, Header
@@ -71,27 +70,19 @@ def write_sections(selection: Selection) -> tuple[int, dict[str, bytes]]:
     spans[sending] = selection.positions[ends - 1] + np.int64(1)
     rice = gap_rice(counts, spans)
     sections["drop"] = _stream((gap_rice(counts, lengths) - rice)[sending])
-    gaps = _gaps(selection.positions, ends - counts[sending])
-    sections["gaps"] = _codes(gaps, counts, rice)
+    sections["gaps"] = _framed(operations().pack_gaps(selection.positions, counts, rice))
     return k, sections
 
 
 def _stream(values: Ints) -> bytes:
     r = best_rice(values)
-    return bytes([r]) + _codes(values, np.array([len(values)]), np.array([r]))
+    codes = operations().pack(values, np.array([len(values)]), np.array([r]))
+    return bytes([r]) + _framed(codes)
 
 
-def _codes(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> bytes:
-    unary, fields = operations().pack(values, counts, rice)
+def _framed(codes: tuple[bytes, bytes]) -> bytes:
+    unary, fields = codes
     return len(unary).to_bytes(4, "little") + unary + fields
-
-
-def _gaps(positions: Codes, first: Ints) -> Codes:
-    """Elements skipped before each value; since the chunk's start for the `first` ones.  # [N]"""
-    gaps = positions.copy()
-    gaps[1:] -= positions[:-1] + np.uint16(1)
-    gaps[first] = positions[first]
-    return gaps
 
 
 def read_body(header: Header, body: memoryview) -> tuple[Selection, dict[str, int]]:

@@ -137,9 +137,13 @@ def _send_top(
         num_elements=len(buffers.ef),
         selection=selection,
         payload=to_bytes(selection),
-        originals=np.concatenate([part.originals for part in parts]),
+        originals=parts[0].originals if len(parts) == 1 else _joined(parts),
         norm_sq=sum(part.norm_sq for part in parts),
     )
+
+
+def _joined(parts: Sequence[Feedback]) -> Floats:
+    return np.concatenate([part.originals for part in parts])
 
 
 def _check_parts(buffers: Buffers, cuts: Sequence[Cut], parts: Sequence[Feedback]) -> None:

@@ -15,7 +15,6 @@ from loco.codec.numba_codes import (
     add_chunks,
     pack_runs,
     place_chunks,
-    unary_bits,
     unpack_runs,
 )
 from loco.codec.numba_select import INFINITE, largest, run_block
@@ -81,10 +80,25 @@ def _run(
 
 
 def pack(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> tuple[bytes, bytes]:
-    bits = int(unary_bits(values, counts, rice)), int((counts * rice).sum())
-    unary, fields = (np.zeros(size // 64 + 1, np.uint64) for size in bits)
-    pack_runs(values, counts, rice, unary, fields)
-    return _first_bytes(unary, bits[0]), _first_bytes(fields, bits[1])
+    room = len(values) + int((values >> np.repeat(rice, counts)).sum())
+    return _packed(values, counts, rice, room, gaps=False)
+
+
+def pack_gaps(positions: Codes, counts: Ints, rice: Ints) -> tuple[bytes, bytes]:
+    sending = counts > 0
+    last = positions[np.cumsum(counts)[sending] - 1].astype(np.int64)
+    room = len(positions) + int((last >> rice[sending]).sum())
+    return _packed(positions, counts, rice, room, gaps=True)
+
+
+def _packed(
+    values: npt.NDArray[np.integer], counts: Ints, rice: Ints, room: int, *, gaps: bool
+) -> tuple[bytes, bytes]:
+    """`room` bounds the bits of the unary part."""
+    bits = int((counts * rice).sum())
+    unary, fields = np.zeros(room // 64 + 1, np.uint64), np.zeros(bits // 64 + 1, np.uint64)
+    unary_bits = pack_runs(values, gaps, counts, rice, unary, fields)
+    return _first_bytes(unary, unary_bits), _first_bytes(fields, bits)
 
 
 def _first_bytes(words: Words, bits: int) -> bytes:

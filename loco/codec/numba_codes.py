@@ -16,23 +16,19 @@ VALUES = (constant(int64), constant(uint16))
 _ONE, _SIX, _WORD = np.uint64(1), np.uint64(6), np.uint64(64)
 
 
-@entry(*((values, *RUNS) for values in VALUES))
-def unary_bits(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> Scalar:
-    """Length of the unary part."""
-    bits, start = np.int64(0), 0
-    for c in range(len(counts)):
-        run = values[start : start + counts[c]]
-        for j in range(len(run)):
-            bits += np.int64(run[j]) >> rice[c]
-        start += counts[c]
-    return bits + start
-
-
-@entry(*((values, *RUNS, array(uint64), array(uint64)) for values in VALUES))
+@entry(*((values, boolean, *RUNS, array(uint64), array(uint64)) for values in VALUES))
 def pack_runs(
-    values: npt.NDArray[np.integer], counts: Ints, rice: Ints, unary: Words, fields: Words
-) -> None:
-    """Rice codes into zeroed words; a word is built in a register and stored once."""
+    values: npt.NDArray[np.integer],
+    gaps: bool,
+    counts: Ints,
+    rice: Ints,
+    unary: Words,
+    fields: Words,
+) -> Scalar:
+    """Rice codes into zeroed words, each built in a register; the length of the unary part in bits.
+
+    With `gaps`, `values` are ascending positions, and what lies between them is coded.
+    """
     u, f, start = np.uint64(0), np.uint64(0), 0
     unary_at, fields_at = np.uint64(0), np.uint64(0)
     unary_word, fields_word = np.uint64(0), np.uint64(0)
@@ -41,8 +37,11 @@ def pack_runs(
         low_bits = (_ONE << r) - _ONE
         run = values[start : start + counts[c]]
         start += counts[c]
+        next_free = np.uint64(0)
         for j in range(len(run)):
             value = np.uint64(run[j])
+            if gaps:
+                value, next_free = value - next_free, value + _ONE
             u += value >> r
             if u >> _SIX != unary_at:
                 unary[unary_at] = unary_word
@@ -57,6 +56,7 @@ def pack_runs(
                 fields_at, fields_word = f >> _SIX, field >> (_WORD - at)
     unary[unary_at] = unary_word
     fields[fields_at] = fields_word
+    return u
 
 
 @entry((constant(uint64), constant(uint64), *RUNS, array(int64)))

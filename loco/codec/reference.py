@@ -159,6 +159,15 @@ def pack(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> tuple[byt
     return unary.to_bytes(), fields.to_bytes()
 
 
+def pack_gaps(positions: Codes, counts: Ints, rice: Ints) -> tuple[bytes, bytes]:
+    """`pack` of the elements skipped before each position; they start anew in each chunk."""
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1] + np.uint16(1)
+    first = (np.cumsum(counts) - counts)[counts > 0]
+    gaps[first] = positions[first]
+    return pack(gaps, counts, rice)
+
+
 class _BitString:
     """Bits that are packed as they come, so that one slice at a time takes a byte a bit."""
 
