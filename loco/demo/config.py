@@ -16,7 +16,7 @@ SITE_NAMES = ("paris", "oslo", "austin", "kyoto", "quito", "accra", "perth", "iz
 
 # Peak inner lr, tuned for each method on the same budget (docs/results/recipe_cpu_2026-11-30.md).
 _DENSE_LR = 2e-3
-_DILOCO_LR = 1e-3
+_DILOCO_LR = 8e-4
 
 
 @dataclass(frozen=True, kw_only=True)
