@@ -7,7 +7,6 @@ import threading
 from typing import Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from loco.codec import reference
 from loco.codec.rice import Bytes, Ints
@@ -35,11 +34,7 @@ class Operations(Protocol):
 
     def select(self, a: Floats, ks: Ints, *, bits: int, chunk: int) -> Selection: ...
 
-    def pack(
-        self, values: npt.NDArray[np.integer], counts: Ints, rice: Ints
-    ) -> tuple[bytes, bytes]: ...
-
-    def pack_gaps(self, positions: Codes, counts: Ints, rice: Ints) -> tuple[bytes, bytes]: ...
+    def write_sections(self, selection: Selection) -> tuple[int, dict[str, bytes]]: ...
 
     def unpack(self, unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints: ...
 

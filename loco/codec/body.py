@@ -1,4 +1,4 @@
-"""Selection to body bytes and back: which sections, in which order.
+"""The sections of a body, in order, and how they are read; `reference.write_sections` writes them.
 
     counts    Rice stream   zigzag differences; only if the header's k is 0
     low       Rice stream   zigzag differences of the lower level codes of sending chunks
@@ -23,15 +23,11 @@ from loco.codec.rice import (
     MAX_RICE,
     Bytes,
     Ints,
-    as_ints,
-    best_rice,
-    differences,
     gap_rice,
     unzigzag,
-    zigzag,
 )
 from loco.codec.selection import (
-    LEVEL_BITS,
+    FIRST_LEVEL,
     MAX_LEVEL,
     Bools,
     Codes,
@@ -40,49 +36,6 @@ from loco.codec.selection import (
     chunk_lengths,
 )
 from loco.errors import PayloadError
-
-_FIRST_LEVEL = 127 << LEVEL_BITS  # the code of 1.0, from which the first difference counts
-
-
-def uniform_k(selection: Selection, lengths: Ints) -> int:
-    """The k for which every chunk sends min(k, its length); 0 if there is none."""
-    k = int(selection.counts.max(initial=0))
-    return k if np.array_equal(selection.counts, np.minimum(k, lengths)) else 0
-
-
-def write_sections(selection: Selection) -> tuple[int, dict[str, bytes]]:
-    """The header's k, and the sections of the body by name, in order."""
-    counts = selection.counts
-    lengths = chunk_lengths(selection.num_elements, selection.chunk)
-    sending = np.flatnonzero(counts)
-    levels = as_ints(selection.levels[sending])
-    k = uniform_k(selection, lengths)
-    sections = {}
-    if not k:
-        sections["counts"] = _stream(zigzag(differences(counts, 0)))
-    sections["low"] = _stream(zigzag(differences(levels[:, 0], _FIRST_LEVEL)))
-    if selection.bits == 2:
-        sections["spread"] = _stream(levels[:, 1] - levels[:, 0])
-        sections["highs"] = _stream(differences(np.flatnonzero(selection.high), -1) - 1)
-    sections["signs"] = np.packbits(selection.negative, bitorder="little").tobytes()
-    ends = np.cumsum(counts)[sending]
-    spans = np.zeros_like(counts)
-    spans[sending] = selection.positions[ends - 1] + np.int64(1)
-    rice = gap_rice(counts, spans)
-    sections["drop"] = _stream((gap_rice(counts, lengths) - rice)[sending])
-    sections["gaps"] = _framed(operations().pack_gaps(selection.positions, counts, rice))
-    return k, sections
-
-
-def _stream(values: Ints) -> bytes:
-    r = best_rice(values)
-    codes = operations().pack(values, np.array([len(values)]), np.array([r]))
-    return bytes([r]) + _framed(codes)
-
-
-def _framed(codes: tuple[bytes, bytes]) -> bytes:
-    unary, fields = codes
-    return len(unary).to_bytes(4, "little") + unary + fields
 
 
 def read_body(header: Header, body: memoryview) -> tuple[Selection, dict[str, int]]:
@@ -131,7 +84,7 @@ def _read_counts(reader: Reader, header: Header, lengths: Ints) -> Ints:
 
 def _read_levels(reader: Reader, header: Header, counts: Ints) -> Codes:
     sending = np.flatnonzero(counts)
-    columns = [np.cumsum(unzigzag(reader.stream("low", len(sending)))) + _FIRST_LEVEL]
+    columns = [np.cumsum(unzigzag(reader.stream("low", len(sending)))) + FIRST_LEVEL]
     if header.bits == 2:
         columns.append(columns[0] + reader.stream("spread", len(sending)))
     found = np.stack(columns, axis=1)

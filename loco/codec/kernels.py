@@ -8,17 +8,16 @@ is checked before it gets here.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from loco.codec import reference
 from loco.codec.numba_codes import (
     add_chunks,
-    pack_runs,
     place_chunks,
     unpack_runs,
 )
 from loco.codec.numba_select import INFINITE, largest, run_block
 from loco.codec.numba_tools import Words
+from loco.codec.numba_write import SECTIONS, write_body
 from loco.codec.rice import Bytes, Ints
 from loco.codec.selection import Codes, Feedback, Floats, Selection, level_values
 
@@ -79,30 +78,24 @@ def _run(
     )
 
 
-def pack(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> tuple[bytes, bytes]:
-    room = len(values) + int((values >> np.repeat(rice, counts)).sum())
-    return _packed(values, counts, rice, room, gaps=False)
-
-
-def pack_gaps(positions: Codes, counts: Ints, rice: Ints) -> tuple[bytes, bytes]:
-    sending = counts > 0
-    last = positions[np.cumsum(counts)[sending] - 1].astype(np.int64)
-    room = len(positions) + int((last >> rice[sending]).sum())
-    return _packed(positions, counts, rice, room, gaps=True)
-
-
-def _packed(
-    values: npt.NDArray[np.integer], counts: Ints, rice: Ints, room: int, *, gaps: bool
-) -> tuple[bytes, bytes]:
-    """`room` bounds the bits of the unary part."""
-    bits = int((counts * rice).sum())
-    unary, fields = np.zeros(room // 64 + 1, np.uint64), np.zeros(bits // 64 + 1, np.uint64)
-    unary_bits = pack_runs(values, gaps, counts, rice, unary, fields)
-    return _first_bytes(unary, unary_bits), _first_bytes(fields, bits)
-
-
-def _first_bytes(words: Words, bits: int) -> bytes:
-    return words.astype("<u8", copy=False).view(np.uint8)[: -(-bits // 8)].tobytes()
+def write_sections(selection: Selection) -> tuple[int, dict[str, bytes]]:
+    ends = np.zeros(len(SECTIONS), np.int64)
+    k, body = write_body(
+        selection.num_elements,
+        selection.chunk,
+        selection.counts,
+        selection.positions,
+        selection.negative,
+        selection.high,
+        selection.levels,
+        ends,
+    )
+    whole, stops = body.tobytes(), ends.tolist()
+    absent = {"counts"} if k else set()
+    if selection.bits == 1:
+        absent |= {"spread", "highs"}
+    cuts = zip(SECTIONS, [0, *stops], stops, strict=False)
+    return k, {name: whole[start:stop] for name, start, stop in cuts if name not in absent}
 
 
 def unpack(unary: Bytes, fields: Bytes, counts: Ints, rice: Ints) -> Ints:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loco.codec.backend import operations
-from loco.codec.body import read_body, read_dense, write_sections
+from loco.codec.body import read_body, read_dense
 from loco.codec.header import (
     DENSE_BITS,
     HEADER_BYTES,
@@ -196,7 +196,7 @@ def open_payload(payload: Buffer, num_elements: int) -> tuple[Header, memoryview
 
 def to_bytes(selection: Selection) -> bytes:
     """Header and body of a selection."""
-    k, sections = write_sections(selection)
+    k, sections = operations().write_sections(selection)
     body = b"".join(sections.values())
     header = write_header(
         bits=selection.bits,

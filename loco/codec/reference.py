@@ -12,8 +12,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loco.codec.rice import Bytes, Ints, as_ints
+from loco.codec.rice import Bytes, Ints, as_ints, best_rice, differences, gap_rice, zigzag
 from loco.codec.selection import (
+    FIRST_LEVEL,
     LEVEL_SHIFT,
     MAX_LEVEL,
     Bools,
@@ -21,6 +22,7 @@ from loco.codec.selection import (
     Feedback,
     Floats,
     Selection,
+    chunk_lengths,
 )
 
 BLOCK_ELEMENTS = 1 << 16  # 256 KiB of fp32: the temporaries of a block stay in cache
@@ -140,6 +142,47 @@ def _level_codes(mean: Ints, scale: npt.NDArray[np.float64]) -> Codes:
     rounded = (pattern + (1 << (LEVEL_SHIFT - 1))) >> LEVEL_SHIFT
     codes: Codes = np.clip(rounded, 1, MAX_LEVEL).astype(np.uint16)
     return codes
+
+
+def _uniform_k(selection: Selection, lengths: Ints) -> int:
+    """The k for which every chunk sends min(k, its length); 0 if there is none."""
+    k = int(selection.counts.max(initial=0))
+    return k if np.array_equal(selection.counts, np.minimum(k, lengths)) else 0
+
+
+def write_sections(selection: Selection) -> tuple[int, dict[str, bytes]]:
+    """The header's k, and the sections of the body by name, in order."""
+    counts = selection.counts
+    lengths = chunk_lengths(selection.num_elements, selection.chunk)
+    sending = np.flatnonzero(counts)
+    levels = as_ints(selection.levels[sending])
+    k = _uniform_k(selection, lengths)
+    sections = {}
+    if not k:
+        sections["counts"] = _stream(zigzag(differences(counts, 0)))
+    sections["low"] = _stream(zigzag(differences(levels[:, 0], FIRST_LEVEL)))
+    if selection.bits == 2:
+        sections["spread"] = _stream(levels[:, 1] - levels[:, 0])
+        sections["highs"] = _stream(differences(np.flatnonzero(selection.high), -1) - 1)
+    sections["signs"] = np.packbits(selection.negative, bitorder="little").tobytes()
+    ends = np.cumsum(counts)[sending]
+    spans = np.zeros_like(counts)
+    spans[sending] = selection.positions[ends - 1] + np.int64(1)
+    rice = gap_rice(counts, spans)
+    sections["drop"] = _stream((gap_rice(counts, lengths) - rice)[sending])
+    sections["gaps"] = _framed(pack_gaps(selection.positions, counts, rice))
+    return k, sections
+
+
+def _stream(values: Ints) -> bytes:
+    r = best_rice(values)
+    codes = pack(values, np.array([len(values)]), np.array([r]))
+    return bytes([r]) + _framed(codes)
+
+
+def _framed(codes: tuple[bytes, bytes]) -> bytes:
+    unary, fields = codes
+    return len(unary).to_bytes(4, "little") + unary + fields
 
 
 def pack(values: npt.NDArray[np.integer], counts: Ints, rice: Ints) -> tuple[bytes, bytes]:

@@ -21,6 +21,7 @@ Codes = npt.NDArray[np.uint16]
 LEVEL_BITS = 5  # mantissa bits of a level: steps of 1/32, 4e-5 of relative squared error
 LEVEL_SHIFT = 23 - LEVEL_BITS
 MAX_LEVEL = (255 << LEVEL_BITS) - 1  # the largest finite one
+FIRST_LEVEL = 127 << LEVEL_BITS  # the code of 1.0, from which the first difference counts
 
 
 @dataclass(frozen=True, kw_only=True)
