@@ -1,4 +1,4 @@
-"""The commands of the library itself: `loco init` and `loco status`, and `loco demo`."""
+"""The commands of the library itself; those of the other packages come from there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loco.codec_inspect import inspect
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this package to `loco`."""
@@ -14,6 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(status)
     app.command()(demo)
     app.command()(control)
+    app.command()(inspect)
 
 
 def init(
