@@ -53,8 +53,8 @@ _TRY_AGAIN = (
     grpc.StatusCode.UNKNOWN,
 )
 # Refusals that an operator resolves while the site waits: a full disk, or a coordinator with an
-# older copy of its state, which the site's progress and EF must survive.
-_WAIT_FOR = ("disk_full", "ahead")
+# older copy of its state or an empty one, which the site's progress and EF must survive.
+_WAIT_FOR = ("disk_full", "ahead", "run_id")
 
 
 class DamagedBlockError(Exception):

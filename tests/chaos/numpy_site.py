@@ -22,6 +22,7 @@ from loco.layout import CHUNK, Layout, cells
 from loco.metrics import Catalogue, WireMetrics
 from loco.outer import apply_update
 from loco.wire.v1 import coordinator_pb2 as pb
+from worker.pulse import Pulse
 from worker.session import Session
 
 Array = npt.NDArray[np.float32]
@@ -44,6 +45,7 @@ class NumpySite:
         self.ranks = ranks
         self.layout = layout
         self.session = Session(address, name, 60.0, WireMetrics(Catalogue(CollectorRegistry())))
+        self.pulse = Pulse()
         self.theta: Array = np.zeros(layout.num_elements, np.float32)
         self.ef: Array = np.zeros_like(self.theta)
         self.round = 0
@@ -60,13 +62,24 @@ class NumpySite:
         self.session.caller = pb.Caller(
             run_id=run.run_id, site=self.name, incarnation=joined.incarnation
         )
+        self.pulse.start(
+            self.session.address, self.session.caller, joined.heartbeat_seconds, self.session.wire
+        )
         self._load(joined.snapshot_round)
+
+    def close(self) -> None:
+        """Fall silent, as a site that is cut off."""
+        self.pulse.stop()
+        self.session.close()
 
     def run(self) -> None:
         """Follow directives until the run is finished."""
         self.join()
-        while self.follow() != pb.DIRECTIVE_FINISHED:
-            pass
+        try:
+            while self.follow() != pb.DIRECTIVE_FINISHED:
+                pass
+        finally:
+            self.close()
 
     def follow(self) -> pb.Directive.ValueType:
         """Ask once, and do it."""

@@ -1,0 +1,340 @@
+"""Coming back: what a site keeps in each case. The rules are the table of docs/rejoin.md.
+
+Compared with: theta of every round of a run in which the same site was never away, in every bit;
+and the site's own error feedback and place in the data. Run alone:
+pytest tests/integration/test_rejoin.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chaos.lives import Killed, Life, at
+from chaos.numpy_site import NumpySite, SiteThread
+from chaos.runs import exact_run
+from support.live import Coordinator, coordinating, eventually
+
+from coordinator.events import RoundCommitted, RoundOpened, ShardStored
+from coordinator.store import Store
+from loco.config import Config
+from loco.control import control
+from loco.errors import RefusedError, UnreachableError
+from loco.model import build_model, layout_of, pack
+
+ROUNDS = 7
+H = 2
+IMPATIENT = {  # rounds close without a site that is away
+    "min_sites": 1,
+    "grace_seconds": 0.1,
+    "heartbeat_seconds": 0.5,
+    "dead_after_seconds": 1.0,
+}
+
+
+def config_of_run(**changes: dict[str, Any]) -> Config:
+    """One site is enough for a round; the snapshot of round 4 is the newest one for long."""
+    raw = exact_run(seed=5, rounds=ROUNDS)
+    raw["quorum"]["min_sites"] = 1
+    raw["state"] = {"snapshot_every_rounds": 4, "keep_updates": 10}
+    for section, keys in changes.items():
+        raw[section] |= keys
+    return Config.model_validate(raw)
+
+
+def create(directory: Path, config: Config) -> Store:
+    model = build_model(config.model, seed=config.run.seed)
+    layout = layout_of(model)
+    return Store.create(
+        directory, run_id="rejoin", config=config, layout=layout, theta=pack(model, layout)
+    )
+
+
+@contextlib.contextmanager
+def run_of(directory: Path, config: Config) -> Iterator[Coordinator]:
+    with coordinating(create(directory / "state", config)) as coordinator:
+        yield coordinator
+
+
+def digests(coordinator: Coordinator) -> dict[int, str]:
+    events = (event for _, event in coordinator.store.journal.replay(after=0))
+    return {e.round: e.theta_digest for e in events if isinstance(e, RoundCommitted)}
+
+
+def stored(coordinator: Coordinator) -> list[ShardStored]:
+    events = (event for _, event in coordinator.store.journal.replay(after=0))
+    return [e for e in events if isinstance(e, ShardStored)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    torch.set_num_threads(1)
+    with run_of(tmp_path_factory.mktemp("undisturbed"), config_of_run()) as coordinator:
+        Life(coordinator.address, "paris").finishes()
+        return digests(coordinator)
+
+
+# --- with a checkpoint ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "moment", "round_"),
+    [
+        (1, "holds", 3),  # between two rounds
+        (1, "before push", 3),
+        (1, "after push", 3),  # the contribution counts, the site never heard of it
+        (1, "before pull", 3),
+        (1, "after pull", 3),
+        (2, "after push", 3),
+        (3, "before push", 5),  # rounds 3 and 4 are made again before it goes on
+        (3, "after push", 5),
+    ],
+)
+def test_killed_and_back_from_a_checkpoint_nothing_differs_in_any_bit(
+    every: int, moment: str, round_: int, tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    with run_of(tmp_path, config_of_run()) as coordinator:
+        first = Life(
+            coordinator.address,
+            "paris",
+            checkpoint=checkpoint,
+            every=every,
+            is_over=at(moment, round_),
+        )
+        assert isinstance(first.ends(), Killed)
+        Life(coordinator.address, "paris", checkpoint=checkpoint, every=every).finishes()
+        assert digests(coordinator) == undisturbed
+        cursors = [shard.data_cursor for shard in stored(coordinator)]
+        assert cursors == [H * (r + 1) for r in range(ROUNDS)]  # no sample twice, none left out
+
+
+def test_killed_in_every_round(tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    with run_of(tmp_path, config_of_run()) as coordinator:
+        for round_ in range(1, ROUNDS):
+            moment = "after push" if round_ % 2 else "before push"
+            life = Life(
+                coordinator.address, "paris", checkpoint=checkpoint, is_over=at(moment, round_)
+            )
+            assert isinstance(life.ends(), Killed)
+        Life(coordinator.address, "paris", checkpoint=checkpoint).finishes()
+        assert digests(coordinator) == undisturbed
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    with run_of(tmp_path, config_of_run()) as coordinator:
+        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("holds", 3))
+        assert isinstance(first.ends(), Killed)
+        newest = max(checkpoint.glob("round-*"))
+        assert newest.name == "round-00000003"
+        file = max(newest.glob("*.distcp"))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        Life(coordinator.address, "paris", checkpoint=checkpoint).finishes()
+        assert digests(coordinator) == undisturbed
+
+
+def test_a_checkpoint_too_old_for_the_updates_keeps_the_data_and_drops_the_ef(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Away for more rounds than `keep_updates`: theta comes from a snapshot."""
+    checkpoint = tmp_path / "checkpoint"
+    changes = {"state": {"snapshot_every_rounds": 2, "keep_updates": 2}}
+    with run_of(tmp_path, config_of_run(**changes, quorum=IMPATIENT)) as coordinator:
+        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("holds", 2))
+        assert isinstance(first.ends(), Killed)
+        let_others_make_rounds(coordinator, until_round=6)
+        second = Life(coordinator.address, "paris", checkpoint=checkpoint)
+        second.finishes()
+        assert "is too old: its EF is dropped" in caplog.text
+        # Two rounds of its own before, then it goes on in its data behind them.
+        mine = [s.data_cursor for s in stored(coordinator) if s.site == "paris"]
+        assert mine == [H, 2 * H, 3 * H]
+
+
+def let_others_make_rounds(coordinator: Coordinator, *, until_round: int) -> None:
+    """Oslo alone takes the run there, and leaves."""
+    oslo = NumpySite(coordinator.address, "oslo", coordinator.store.layout)
+    oslo.join()
+    while coordinator.state.round < until_round or oslo.round < until_round:
+        oslo.follow()
+    oslo.session.leave("enough")
+    oslo.close()
+
+
+# --- without one ---------------------------------------------------------------------------------
+
+
+def test_a_site_whose_state_was_lost_begins_with_empty_ef_and_goes_on_in_its_data(
+    tmp_path: Path,
+) -> None:
+    with run_of(tmp_path, config_of_run()) as coordinator:
+        first = Life(coordinator.address, "paris", is_over=at("after push", 4))
+        assert isinstance(first.ends(), Killed)
+        second = Life(coordinator.address, "paris", is_over=at("before push", 5))
+        assert isinstance(second.ends(), Killed)
+        # Five rounds are included, the last of them was made by the life before.
+        assert second.worker._trainer.data_cursor == 6 * H
+        assert [s.data_cursor for s in stored(coordinator)] == [H * (r + 1) for r in range(5)]
+        assert digests(coordinator)[4] == coordinator.state.theta_digest
+        # EF is what one round leaves behind: a - v with e = 0 before it.
+        exchange = second.worker._exchange
+        sent = np.concatenate([part.originals for _, part in exchange._sent.parts])
+        largest_left = np.abs(exchange._ef).max()
+        assert largest_left <= np.abs(sent).max()
+
+
+def test_a_new_site_begins_at_its_first_sample_with_theta_checked(tmp_path: Path) -> None:
+    """A late joiner is never in the round in progress, and holds theta before its first step."""
+    with run_of(tmp_path, config_of_run()) as coordinator:
+        let_others_make_rounds(coordinator, until_round=5)
+        paris = Life(coordinator.address, "paris")
+        paris.finishes()
+        events = [event for _, event in coordinator.store.journal.replay(after=0)]
+        opened = [e for e in events if isinstance(e, RoundOpened) and "paris" in e.expected]
+        assert min(e.round for e in opened) == 5
+        mine = [s for s in stored(coordinator) if s.site == "paris"]
+        assert [(s.round, s.data_cursor) for s in mine] == [(5, H), (6, 2 * H)]
+        assert paris.worker._theta_digest == coordinator.state.theta_digest
+
+
+# --- away, but alive -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rounds_away", "keep_updates", "keeps_ef"), [(1, 10, True), (5, 10, True), (5, 2, False)]
+)
+def test_a_site_that_was_away(
+    rounds_away: int, keep_updates: int, keeps_ef: bool, tmp_path: Path
+) -> None:
+    """EF stays with the theta that updates lead on; where a snapshot replaces theta, it goes."""
+    changes = {"state": {"snapshot_every_rounds": 2, "keep_updates": keep_updates}}
+    with run_of(tmp_path, config_of_run(**changes, quorum=IMPATIENT)) as coordinator:
+        layout = coordinator.store.layout
+        paris = NumpySite(coordinator.address, "paris", layout)
+        paris.join()
+        paris.follow()  # trains round 0
+        paris.follow()  # applies its update
+        assert paris.round == 1
+        ef = paris.ef.copy()
+        assert np.count_nonzero(ef)
+        paris.pulse.stop()
+        let_others_make_rounds(coordinator, until_round=1 + rounds_away)
+        while paris.round < coordinator.state.round:
+            paris.follow()
+        assert paris.digest == coordinator.state.theta_digest
+        if keeps_ef:
+            np.testing.assert_array_equal(paris.ef, ef)
+        else:
+            assert np.count_nonzero(paris.ef) == 0
+        paris.close()
+
+
+def test_what_the_real_worker_contributed_too_late_stays_in_its_ef(tmp_path: Path) -> None:
+    """Rounds close while its push is held up: nothing of its steps is lost, none comes twice."""
+    config = config_of_run(quorum=IMPATIENT, run={"rounds": 100_000})
+    with run_of(tmp_path, config) as coordinator:
+        oslo = SiteThread(NumpySite(coordinator.address, "oslo", coordinator.store.layout))
+        held_up: list[int] = []
+
+        def hold_up(what: str, round_: int) -> bool:
+            if what == "before push" and not held_up:
+                held_up.append(round_)
+                eventually(lambda: coordinator.state.round > round_ + 2, "three rounds closed")
+            return what == "before pull" and bool(held_up) and round_ > held_up[0] + 10
+
+        paris = Life(coordinator.address, "paris", is_over=hold_up)
+        assert isinstance(paris.ends(), Killed)
+        mine = [s for s in stored(coordinator) if s.site == "paris"]
+        assert held_up[0] not in [s.round for s in mine]
+        # Steps were never contributed twice, and those of the round held up were made, too.
+        cursors = [s.data_cursor for s in mine]
+        assert cursors == sorted(set(cursors))
+        assert cursors[0] == H * (1 + 1)
+        assert paris.worker._theta_digest in digests(coordinator).values()
+        control(coordinator.address, "drain", None)
+        oslo.join()
+
+
+# --- who may come --------------------------------------------------------------------------------
+
+
+def test_a_newer_life_supersedes_the_older_one(tmp_path: Path) -> None:
+    with run_of(tmp_path, config_of_run(quorum={"min_sites": 2})) as coordinator:
+        first = Life(coordinator.address, "paris")
+        eventually(lambda: "paris" in coordinator.state.ready, "paris waits")
+        second = Life(coordinator.address, "paris")
+        eventually(lambda: coordinator.state.sites["paris"].incarnation == 2, "it joined again")
+        error = first.ends()
+        assert isinstance(error, RefusedError)
+        assert error.reason == "superseded"
+        assert second.running
+        coordinator.running.engine.drain()
+        second.session.close()
+        second.ends()
+
+
+def test_a_site_waits_for_its_run_at_the_address_of_another(tmp_path: Path) -> None:
+    """An operator started an empty coordinator: the site keeps its progress and names both runs."""
+    config = config_of_run(quorum={"min_sites": 2})
+    coordinator = Coordinator(create(tmp_path / "state", config))
+    address = coordinator.address
+    paris = Life(address, "paris", patience=2.0)
+    eventually(lambda: "paris" in coordinator.state.ready, "paris waits")
+    coordinator.stop()
+    store = create(tmp_path / "other", config)
+    store.run_id = "another-run"
+    other = Coordinator(store, listen=address)
+    try:
+        error = paris.ends()
+    finally:
+        other.stop()
+    assert isinstance(error, UnreachableError)
+    assert "'rejoin'" in str(error)
+    assert "'another-run'" in str(error)
+
+
+def test_a_site_waits_while_the_coordinator_has_an_older_state(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """Refused as ahead, not started over; with the newer state back nothing differs in any bit."""
+    state, newer = tmp_path / "state", tmp_path / "newer"
+    held = {1, 3}  # the site waits at these rounds until the test lets it go on
+
+    def hold(what: str, round_: int) -> bool:
+        if what == "holds":
+            eventually(lambda: round_ not in held, "the test goes on")
+        return False
+
+    coordinator = Coordinator(create(state, config_of_run()))
+    address = coordinator.address
+    paris = Life(address, "paris", is_over=hold)
+    eventually(lambda: coordinator.state.round == 1, "round 1")
+    coordinator.stop()
+    shutil.copytree(state, tmp_path / "older")
+    coordinator = Coordinator(Store.open(state), listen=address)
+    held.remove(1)
+    eventually(lambda: coordinator.state.round == 3, "round 3")
+    coordinator.stop()
+    state.rename(newer)
+    older = Coordinator(Store.open(tmp_path / "older"), listen=address)
+    held.remove(3)
+    eventually(lambda: older.metric("loco_rejections_total", reason="ahead") > 0, "refused")
+    older.stop()
+    again = Coordinator(Store.open(newer), listen=address)
+    try:
+        paris.finishes()
+        assert digests(again) == undisturbed
+    finally:
+        again.stop()
