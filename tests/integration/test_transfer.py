@@ -1,0 +1,184 @@
+"""Transfers that break, stall or are damaged: what moves again, and what is noticed.
+
+Compared with: bytes counted by a proxy, the session's own counters, and the bytes themselves. Run
+alone: pytest tests/integration/test_transfer.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from chaos.numpy_site import NumpySite
+from chaos.proxy import Proxy
+from support.live import Coordinator, coordinating, eventually
+from support.runs import config_of, create_store
+
+from coordinator import upload
+from loco.layout import Layout
+from loco.wire.blocks import make_block
+from loco.wire.protocol import BLOCK_BYTES
+from loco.wire.v1 import coordinator_pb2 as pb
+from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+from worker import stall
+
+# Dense contributions of four blocks.
+LAYOUT = Layout.of([("weight", (256, 1024))])
+CONFIG = config_of(
+    codec={"bits": 32}, outer={"aggregation": "mean"}, quorum={"min_sites": 1}, run={"rounds": 50}
+)
+BODY_BYTES = 4 * LAYOUT.num_parameters
+
+
+@contextlib.contextmanager
+def behind_a_proxy(tmp_path: Path) -> Iterator[tuple[Coordinator, Proxy, NumpySite]]:
+    """A site that has joined, its line, and the coordinator."""
+    with coordinating(create_store(tmp_path, CONFIG, layout=LAYOUT)) as coordinator:
+        host, port = coordinator.address.split(":")
+        proxy = Proxy((host, int(port)))
+        site = NumpySite(proxy.address, "paris", LAYOUT)
+        site.join()
+        try:
+            yield coordinator, proxy, site
+        finally:
+            site.close()
+            proxy.close()
+
+
+def test_an_upload_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
+    with behind_a_proxy(tmp_path) as (coordinator, proxy, site):
+        before = proxy.passed["up"]
+        proxy.change(cut_after={"up": 3 * BLOCK_BYTES - BLOCK_BYTES // 2})
+        site.follow()
+        assert proxy.cuts == 1
+        assert site.session.resumed_bytes >= BLOCK_BYTES
+        moved = proxy.passed["up"] - before
+        assert moved < BODY_BYTES + 1.5 * BLOCK_BYTES  # the block that was torn, and frames
+        eventually(lambda: coordinator.state.round == 1, "the round is committed")
+        site.follow()
+        assert site.fates[0].included
+
+
+def test_downloads_go_on_where_their_connection_broke(tmp_path: Path) -> None:
+    with behind_a_proxy(tmp_path) as (coordinator, proxy, site):
+        site.follow()
+        eventually(lambda: coordinator.state.round == 1, "the round is committed")
+        before = proxy.passed["down"]
+        proxy.change(cut_after={"down": 3 * BLOCK_BYTES - BLOCK_BYTES // 2})
+        site.follow()
+        assert proxy.cuts == 1
+        assert site.session.resumed_bytes >= BLOCK_BYTES
+        assert proxy.passed["down"] - before < BODY_BYTES + 1.5 * BLOCK_BYTES
+        assert site.digest == coordinator.state.theta_digest
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_damaged_blocks_are_noticed_and_moved_again(direction: str, tmp_path: Path) -> None:
+    with behind_a_proxy(tmp_path) as (coordinator, proxy, site):
+        proxy.change(corrupt={direction: 2})
+        for round_ in range(2):
+            while site.round == round_:
+                site.follow()
+        assert proxy.corrupted == 2
+        assert site.session.retries >= 1
+        assert site.digest == coordinator.state.theta_digest
+        assert all(fate.included for fate in site.fates.values())
+        assert coordinator.metric("loco_rejections_total", reason="corrupt") == 0
+
+
+def test_bytes_that_a_power_cut_tore_are_sent_again_and_no_fault_of_the_site(
+    tmp_path: Path,
+) -> None:
+    """What had arrived is another thing on disk than it was: only the whole digest can tell."""
+    with behind_a_proxy(tmp_path) as (coordinator, proxy, site):
+        incoming = coordinator.store.directory / "incoming"
+        proxy.change(cut_after={"up": 2 * BLOCK_BYTES + BLOCK_BYTES // 2})
+        done = threading.Thread(target=site.follow)
+        offset = site.session._push_offset
+
+        def torn(header: pb.PushHeader) -> int:
+            """Between the cut and the next stream."""
+            (file,) = [path for path in incoming.rglob("*") if path.is_file()]
+            data = bytearray(file.read_bytes())
+            if data:
+                data[0] ^= 1
+                file.write_bytes(data)
+            site.session._push_offset = offset  # type: ignore[method-assign]
+            return offset(header)
+
+        site.session._push_offset = torn  # type: ignore[method-assign]
+        done.start()
+        done.join(30)
+        assert site.acknowledged == {0}
+        assert proxy.cuts == 1
+        assert coordinator.state.sites["paris"].refusals == 0
+        eventually(lambda: coordinator.state.round == 1, "the round is committed")
+
+
+def test_the_coordinator_notices_a_peer_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "STALL_SECONDS", 0.5)
+    with behind_a_proxy(tmp_path) as (_, _, site):
+        site.session.next_directive(0, site.digest)  # which opens the round
+        header = pb.PushHeader(
+            caller=site.session.caller,
+            round=0,
+            num_shards=1,
+            size_bytes=BODY_BYTES,
+            digest=bytes(16),
+            tokens=1,
+            theta_digest=site.digest,
+        )
+        never = threading.Event()
+
+        def messages() -> Iterator[pb.PushRequest]:
+            yield pb.PushRequest(header=header)
+            never.wait(20)
+
+        with pytest.raises(grpc.RpcError) as caught:
+            site.session._stub.Push(messages(), timeout=15)
+        never.set()
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "nothing came" in caught.value.details()
+
+
+class _StandsStill(pb_grpc.CoordinatorServiceServicer):
+    """Answers the first Pull with one block and then moves nothing, while gRPC answers pings."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.offsets: list[int] = []
+        self.never = threading.Event()
+
+    def Pull(self, request: pb.PullRequest, _context: Any) -> Iterator[pb.PullResponse]:  # noqa: N802
+        self.offsets.append(request.offset)
+        blocks = range(request.offset, request.offset + request.length, BLOCK_BYTES)
+        for start in blocks:
+            yield pb.PullResponse(block=make_block(self.data[start : start + BLOCK_BYTES]))
+            if len(self.offsets) == 1:
+                self.never.wait(20)
+
+
+def test_a_site_notices_a_coordinator_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "STALL_SECONDS", 0.5)
+    data = np.random.default_rng(0).bytes(3 * BLOCK_BYTES)
+    servicer = _StandsStill(data)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    pb_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    site = NumpySite(f"127.0.0.1:{port}", "paris", LAYOUT)
+    assert site.session.pull(0, range(len(data))) == data
+    assert servicer.offsets == [0, BLOCK_BYTES]
+    assert site.session.resumed_bytes == BLOCK_BYTES
+    servicer.never.set()
+    site.session.close()
+    server.stop(0).wait()
