@@ -9,7 +9,7 @@ PROTO := proto/loco/wire/v1/coordinator.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-.PHONY: setup demo system test check format dashboards proto bench bench-codec bench-scape clean help
+.PHONY: setup demo system test check format dashboards proto bench bench-codec bench-scape chaos clean help
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -59,6 +59,9 @@ dashboards: $(READY) ## regenerate Grafana's dashboards and docs/metrics.md
 
 proto: $(READY) ## regenerate the gRPC code
 	PATH=$(BIN):$$PATH && $(call PROTOC,.)
+
+chaos: $(READY) ## real processes, 200 faults, and what became of the run (root; 30-60 minutes)
+	$(BIN)/python -m tests.chaos --faults 200 --seed 1 --json
 
 clean: ## remove the environment and everything built
 	rm -rf .venv build dist *.egg-info
