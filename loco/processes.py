@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable
+from types import FrameType
 from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1
@@ -35,14 +36,27 @@ def die_with_parent() -> None:
 
 
 def interrupt_on_sigterm() -> None:
-    """Make SIGTERM end this process as Ctrl+C does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Make SIGTERM end this process as Ctrl+C does; the first of either counts, others are ignored.
+
+    A second KeyboardInterrupt while the first unwinds a lock would end in a traceback. A terminal
+    sends Ctrl+C to every process, and a launcher then tells its children once more.
+    """
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        ignore_interrupts()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def ignore_interrupts() -> None:
-    """From now on this process only says goodbye; it must do so in bounded time."""
+    """From now on this process only says goodbye; it must do so in bounded time.
+
+    Not SIG_IGN: a signal that had arrived already would then end in an OSError of Python's.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda _number, _frame: None)
 
 
 def stop_all(children: Iterable[subprocess.Popen[bytes]], *, grace_seconds: float = 5.0) -> None:

@@ -89,17 +89,17 @@ def test_a_rank_that_is_killed_ends_its_site(tmp_path: Path) -> None:
         assert "Traceback" not in paris.output
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("moment", ["at once", "while the sites train"])
 def test_the_demo(tmp_path: Path, moment: str) -> None:
-    demo = Process(
-        tmp_path / "log", loco("demo", "--ranks", "1", "--rounds", "500"), TMPDIR=str(tmp_path)
-    )
-    eventually(lambda: demo.descendants(), "the demo has started its coordinator")
-    if moment != "at once":
-        demo.says("round 1/", 200)
-    children = demo.descendants()
-    demo.interrupt()
-    assert demo.wait(30) == 130, demo.output
-    eventually(lambda: gone(children), "nothing is left")
-    assert not list(tmp_path.glob("loco-demo-*"))
-    assert "Traceback" not in demo.output
+    command = loco("demo", "--ranks", "1", "--rounds", "500")
+    with Process(tmp_path / "log", command, TMPDIR=str(tmp_path)) as demo:
+        eventually(demo.descendants, "the demo has started its coordinator")
+        if moment != "at once":
+            demo.says("round 1/", 300)
+        children = demo.descendants()
+        demo.interrupt()
+        assert demo.wait(30) == 130, demo.output
+        eventually(lambda: gone(children), "nothing is left")
+        assert not list(tmp_path.glob("loco-demo-*"))
+        assert "Traceback" not in demo.output

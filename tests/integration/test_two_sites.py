@@ -125,27 +125,22 @@ def test_init_then_coordinator_from_the_preset(tmp_path: Path) -> None:
     assert str(config) in again.stderr
     command = loco("coordinator", str(config), "--state", str(tmp_path / "s"), "--listen",
                    "127.0.0.1:0")  # fmt: skip
-    coordinator = Process(tmp_path / "log", command)
-    try:
+    with Process(tmp_path / "log", command) as coordinator:
         coordinator.says("listening on 127.0.0.1:")
         address = (tmp_path / "s" / "address").read_text()
         status = run_loco("status", address, "--json")
         document = json.loads(status.stdout)
         assert document["phase"] == "gathering"
         assert "2 sites" in document["waiting_for"]
-    finally:
-        coordinator.kill()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("algorithm", ["sparseloco", "diloco", "ddp"])
 def test_demo_json(tmp_path: Path, algorithm: str) -> None:
-    demo = Process(
-        tmp_path / "log",
-        loco("demo", "--algorithm", algorithm, "--rounds", "1", "--ranks", "1", "--json"),
-        TMPDIR=str(tmp_path),
-    )
-    assert demo.wait(240) == 0, demo.output
-    result = last_json(demo)
+    command = loco("demo", "--algorithm", algorithm, "--rounds", "1", "--ranks", "1", "--json")
+    with Process(tmp_path / "log", command, TMPDIR=str(tmp_path)) as demo:
+        assert demo.wait(300) == 0, demo.output
+        result = last_json(demo)
     for key in (
         "params", "rounds", "inner_steps", "val_bpb_start", "val_bpb_end", "dense_bytes_per_round",
         "sites", "theta_digest", "bits_per_value_up", "seconds",

@@ -54,6 +54,15 @@ class Process:
                 start_new_session=True,  # so that a test's own Ctrl+C does not reach it
             )
 
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever became of the test: nothing of it goes on."""
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -115,9 +124,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         for process in self._all:
-            if process.popen.poll() is None:
-                os.killpg(process.popen.pid, signal.SIGKILL)
-                process.popen.wait()
+            process.__exit__()
 
     def start(self, name: str, command: list[str], **environment: str) -> Process:
         process = Process(self.directory / f"{name}.log", command, **environment)
