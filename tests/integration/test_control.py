@@ -64,7 +64,7 @@ def test_a_setting_holds_from_the_next_round_on_all_sites(
     assert "from round 1 on" in order(coordinator, "set", f"{key}={value}")
     assert [getattr(site.wait(0).plan, field) for site in sites] == before
     finish_round(coordinator, sites)
-    answers = [site.wait(1) for site in sites]
+    answers = [site.wait(1, timeout=10.0) for site in sites]
     assert [answer.directive for answer in answers] == [pb.DIRECTIVE_TRAIN] * 2
     assert [getattr(answer.plan, field) for answer in answers] == [int(value)] * 2
     journal = [event for _, event in coordinator.store.journal.replay(after=0)]
