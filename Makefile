@@ -9,7 +9,7 @@ PROTO := proto/loco/wire/v1/coordinator.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-.PHONY: setup demo system test check format dashboards proto bench bench-codec bench-scape chaos clean help
+.PHONY: setup demo system test check format dashboards proto bench bench-codec bench-scape chaos evidence clean help
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -59,6 +59,10 @@ dashboards: $(READY) ## regenerate Grafana's dashboards and docs/metrics.md
 
 proto: $(READY) ## regenerate the gRPC code
 	PATH=$(BIN):$$PATH && $(call PROTOC,.)
+
+evidence: chaos bench ## the slow measurements of docs/results (hours on 2 cores)
+	$(BIN)/python -m benchmarks.convergence --out build/convergence.jsonl --algorithm sparseloco diloco
+	$(BIN)/python -m benchmarks.scape_loss --optimizer scape --lr 4e-3
 
 chaos: $(READY) ## real processes, 200 faults, and what became of the run (root; 30-60 minutes)
 	$(BIN)/python -m tests.chaos --faults 200 --seed 1 --json
