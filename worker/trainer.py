@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from loco.config import Config
 from loco.data import DataStream, bits_per_byte, evaluate, load_tokens, validation_windows
 from loco.errors import NonFiniteError
@@ -110,20 +108,13 @@ class Trainer:
             group["lr"] = lr
         inputs, targets = self._stream.batch(self.data_cursor)
         self.optimizer.zero_grad()
-        with self._autocast():
-            loss = self.model(inputs.to(self._site.device), targets.to(self._site.device))
+        loss = self.model(inputs.to(self._site.device), targets.to(self._site.device))
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
 
     def evaluate(self) -> float:
         """Bits per byte of the current parameters on the held-out text."""
-        with self._autocast():
-            nats, num_bytes = evaluate(self.model, self._held_out.to(self._site.device))
+        nats, num_bytes = evaluate(self.model, self._held_out.to(self._site.device))
         total_nats, total_bytes = self._site.sum(nats, num_bytes)
         return bits_per_byte(total_nats, int(total_bytes))
-
-    def _autocast(self) -> torch.autocast:
-        dtype = getattr(torch, self._config.model.dtype)
-        enabled = dtype is not torch.float32
-        return torch.autocast(self._site.device.type, dtype=dtype, enabled=enabled)
