@@ -313,7 +313,18 @@ def test_an_upload_that_breaks_off_may_begin_anew(coordinator: Coordinator, pari
     begun(coordinator)
     broken.answer.cancel()
     broken.send(None)
-    assert not paris.push(0, body).duplicate  # from the first byte, over what had come
+
+    def push() -> pb.PushResponse | None:
+        """As a site does: UNAVAILABLE, while the broken stream is still ending, is tried again."""
+        try:
+            return paris.push(0, body)
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE:
+                raise
+            return None
+
+    answer = eventually(push, "the shard is taken")
+    assert not answer.duplicate  # from the first byte, over what had come
     assert files(coordinator) == [body]
 
 
