@@ -96,7 +96,7 @@ def test_the_demo(tmp_path: Path, moment: str) -> None:
     with Process(tmp_path / "log", command, TMPDIR=str(tmp_path)) as demo:
         eventually(demo.descendants, "the demo has started its coordinator")
         if moment != "at once":
-            demo.says("round 1/", 300)
+            demo.says(" bpb up", 300)  # the first round is behind it
         children = demo.descendants()
         demo.interrupt()
         assert demo.wait(30) == 130, demo.output
