@@ -152,10 +152,10 @@ def test_a_join_whose_answer_was_lost_is_the_same_life(coordinator: Coordinator)
 def test_a_refusal_is_raised_at_once_with_reason_and_words(coordinator: Coordinator) -> None:
     with session_to(coordinator.address) as session:
         join(session)
-        session.caller.run_id = "another"
-        with pytest.raises(RefusedError, match="'another'") as caught:
+        session.caller.incarnation = 99
+        with pytest.raises(RefusedError, match="not a member") as caught:
             session.next_directive(0, "")
-        assert caught.value.reason == "run_id"
+        assert caught.value.reason == "unknown_site"
         assert caught.value.exit_code == 3
         assert session.retries == 0
 
