@@ -109,6 +109,8 @@ class InnerConfig(_Section):
     """With `scape`: inner steps that one choice of positions is used for."""
     delay: Literal[0, 1] = 0
     """With `scape`: 1 uses a choice from the next step on, so that its exchange is hidden."""
+    exclude_in_flight: bool = False
+    """With `scape` and `delay = 1`: a choice leaves out the positions that are being sent."""
     second_moment: Literal["local", "momentum"] = "local"
     """With `scape`: `momentum` is the paper's AdamS, `local` what evidence supports."""
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -123,6 +125,15 @@ class InnerConfig(_Section):
     """Decoupled; on matrices only, not on norms."""
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Clip the site's gradient to this global norm; 0 = no clipping."""
+
+    @model_validator(mode="after")
+    def _in_flight_needs_a_delay(self) -> Self:
+        if self.exclude_in_flight and self.delay == 0:
+            raise ValueError(
+                "inner.exclude_in_flight = true needs inner.delay = 1; with 0 nothing is in flight "
+                "when positions are chosen"
+            )
+        return self
 
 
 class OuterConfig(_Section):

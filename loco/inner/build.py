@@ -48,6 +48,7 @@ def _scape(config: InnerConfig, groups: list[dict[str, Any]], group: Group) -> S
         density_ramp_steps=config.density_ramp_steps,
         refresh=config.refresh,
         delay=config.delay,
+        exclude_in_flight=config.exclude_in_flight,
         wire_dtype=getattr(torch, config.wire_dtype),
         group=group,
     )

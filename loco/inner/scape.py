@@ -114,7 +114,15 @@ class Scape(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         _check_options(
-            betas, eps, second_moment, density, density_ramp_steps, refresh, delay, wire_dtype
+            betas,
+            eps,
+            second_moment,
+            density,
+            density_ramp_steps,
+            refresh,
+            delay,
+            exclude_in_flight,
+            wire_dtype,
         )
         check_max_grad_norm(max_grad_norm)
         for param_group in self.param_groups:
@@ -374,6 +382,7 @@ def _check_options(
     density_ramp_steps: int,
     refresh: int,
     delay: int,
+    exclude_in_flight: bool,
     wire_dtype: torch.dtype,
 ) -> None:
     checks = (
@@ -398,6 +407,11 @@ def _check_options(
     for name, value, good, allowed in checks:
         if not good:
             raise ConfigError(f"{name} is {value!r}; it must be {allowed}")
+    if exclude_in_flight and delay == 0:
+        raise ConfigError(
+            "exclude_in_flight is True with delay 0, where nothing is in flight when a mask is "
+            "chosen; use delay=1 or leave it out"
+        )
     if second_moment == "local" and betas[0] != 0:
         raise ConfigError(
             f"betas[0] is {betas[0]} with second_moment 'local'; it must be 0 there, because error "

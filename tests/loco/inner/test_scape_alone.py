@@ -29,6 +29,7 @@ def one(*shape: int) -> torch.Tensor:
         ({"second_moment": "adam"}, "second_moment is 'adam'; it must be 'local' or 'momentum'"),
         ({"max_grad_norm": -1.0}, r"max_grad_norm is -1\.0; it must be > 0"),
         ({"betas": (0.9, 0.95)}, r"betas\[0\] is 0\.9 with second_moment 'local'; it must be 0"),
+        ({"exclude_in_flight": True}, "exclude_in_flight is True with delay 0, where nothing is"),
         ({"lr": -0.1}, r"lr is -0\.1; it must be >= 0"),
     ],
 )
