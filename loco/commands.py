@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command()(demo)
     app.command()(control)
     app.command()(inspect)
+    app.command()(plan)
 
 
 def init(
@@ -93,3 +94,54 @@ def demo(
         algorithm=algorithm, inner=inner, sites=sites, ranks=ranks, rounds=rounds, seed=seed
     )
     run_demo(options, as_json=as_json)
+
+
+def plan(
+    mbit: Annotated[float, typer.Option(help="A site's link up, Mbit/s.")],
+    step_seconds: Annotated[float, typer.Option(help="Seconds of an inner step, slowest site.")],
+    params: Annotated[
+        float | None, typer.Option(help="Trainable parameters, for example 8e9.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A run.toml instead: gives parameters, k, bits and H.")
+    ] = None,
+    sites: Annotated[int, typer.Option(help="Sites of the run.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks a site: they share the coding.")] = 8,
+    mbit_down: Annotated[
+        float | None, typer.Option(help="A site's link down; default: as up.")
+    ] = None,
+    coordinator_mbit: Annotated[
+        float | None, typer.Option(help="The coordinator's link, which all sites share.")
+    ] = None,
+    rtt_ms: Annotated[float, typer.Option(help="Round trip to the coordinator, ms.")] = 50.0,
+    k: Annotated[int, typer.Option(help="Values kept of each chunk of 4096.")] = 64,
+    bits: Annotated[int, typer.Option(help="Bits of a sent value: 1, 2, or 32 for dense.")] = 2,
+    steps: Annotated[int, typer.Option(help="H: inner steps a round.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Predict bytes, seconds and utilisation of a round, and what to change; no cluster needed."""
+    from loco import plan_view
+    from loco.errors import ConfigError
+    from loco.layout import Layout
+    from loco.plan import Setting
+
+    if (params is None) == (config is None):
+        raise ConfigError("give either --params, for example 8e9, or --config run.toml")
+    if params is not None and not 1 <= params <= plan_view.MAX_PARAMS:
+        raise ConfigError(f"--params {params:g} is out of range: 1 to {plan_view.MAX_PARAMS:g}")
+    setting = Setting(
+        layout=Layout.of([("parameters", (int(params or 0),))]),
+        sites=sites,
+        ranks=ranks,
+        k=k,
+        bits=bits,
+        inner_steps=steps,
+        step_seconds=step_seconds,
+        up_mbit=mbit,
+        down_mbit=mbit if mbit_down is None else mbit_down,
+        coordinator_mbit=coordinator_mbit,
+        rtt_ms=rtt_ms,
+    )
+    if config is not None:
+        setting = plan_view.setting_of_config(config, setting)
+    plan_view.show(setting, as_json=as_json)

@@ -1,0 +1,292 @@
+"""What a round will cost, before anything runs: bytes, seconds, utilisation, and what to change.
+
+Sizes come from the codec itself: a sample of chunks is encoded and scaled to the layout. Seconds
+come from the codec's measured rates (docs/results/codec_cpu_2026-11-30.md), the link and the step
+time. `loco plan` and `loco doctor` both show what `predict` returns. Not modelled: copies between
+device and host, the gather of theta inside a site, the coordinator's disk, other traffic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from loco.codec import HEADER_BYTES, encode
+from loco.codec.backend import WORTH_COMPILING
+from loco.errors import ConfigError
+from loco.layout import CHUNK, Layout, cells
+
+DENSE_BITS = 32
+SAMPLE_CHUNKS = 128  # their sizes scatter by less than 1 %
+ENCODE_ELEMENTS_PER_SECOND = 854e6  # one core, compiled; NumPy alone reaches a fifth
+NUMPY_SLOWDOWN = 5
+DECODE_VALUES_PER_SECOND = 46.1e6  # one core, decoded and added
+BLOCK_BYTES, BLOCK_FRAME_BYTES = 256 * 1024, 24  # of a transfer: loco.wire.protocol
+ENVELOPE_BYTES = 250  # header of an upload and its answer, counted at a coordinator's transport
+FIRST_WINDOW_BYTES = 14_600  # TCP's first flight: ten segments (RFC 6928)
+ROUND_TRIPS = 4  # upload and its answer, WaitRound, download, the next WaitRound
+TARGET = 0.95  # utilisation that advice aims at
+MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The run and the network that a prediction is for."""
+
+    layout: Layout
+    sites: int
+    ranks: int
+    """Ranks of each site: they encode and decode in parallel."""
+    k: int
+    """Values kept of each chunk of 4096."""
+    bits: int
+    """Of a sent value: 1 or 2, or 32 for dense."""
+    inner_steps: int
+    """H."""
+    step_seconds: float
+    """Seconds an inner step takes at the slowest site."""
+    up_mbit: float
+    """From a site to the coordinator, Mbit/s."""
+    down_mbit: float
+    coordinator_mbit: float | None
+    """Link of the coordinator, which all sites share; None: it is never the narrow one."""
+    rtt_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One round. Bytes are those of one site, at gRPC's transport."""
+
+    params: int
+    dense_bytes: int
+    """The same parameters in fp32."""
+    bytes_up: int
+    bytes_down: int
+    snapshot_bytes: int
+    """Down once, when a site joins."""
+    bits_per_value_up: float
+    compute_seconds: float
+    encode_seconds: float
+    up_seconds: float
+    coordinator_seconds: float
+    """Decode all contributions, add them, make the update."""
+    down_seconds: float
+    apply_seconds: float
+    latency_seconds: float
+    """Round trips and TCP's slow start."""
+    exchange_seconds: float
+    """All of a round but its inner steps."""
+    round_seconds: float
+    """Where inner steps wait for the exchange."""
+    utilisation: float
+    """Share of a round spent in inner steps, where they wait for the exchange."""
+    utilisation_overlapped: float
+    """The same where the exchange runs beside the next round's steps."""
+    bound_by: str
+    """compute, or the longest part of the exchange where that is longer than the steps' wait."""
+
+
+def check(setting: Setting) -> None:
+    """Raise ConfigError for what cannot be, with the flag, the value and the range."""
+    ranges = (
+        ("--params", setting.layout.num_parameters, 1, 10**13),
+        ("--sites", setting.sites, 1, 1000),
+        ("--ranks", setting.ranks, 1, 100_000),
+        ("--k", setting.k, 1, CHUNK),
+        ("--steps", setting.inner_steps, 1, 1_000_000),
+        ("--step-seconds", setting.step_seconds, 1e-6, 1e6),
+        ("--mbit", setting.up_mbit, 1e-3, 1e7),
+        ("--mbit-down", setting.down_mbit, 1e-3, 1e7),
+        ("--coordinator-mbit", setting.coordinator_mbit or 1.0, 1e-3, 1e7),
+        ("--rtt-ms", setting.rtt_ms, 0, 1e5),
+    )
+    for flag, value, low, high in ranges:
+        if not low <= value <= high:  # false for NaN, too
+            raise ConfigError(f"{flag} {value:g} is out of range: {low:g} to {high:g}")
+    if setting.bits not in (1, 2, DENSE_BITS):
+        raise ConfigError(f"--bits {setting.bits} is not known: use 1, 2, or 32 for dense")
+
+
+def predict(setting: Setting) -> Prediction:
+    """One round under `setting`; ConfigError if that cannot be."""
+    check(setting)
+    up, values_up = contribution_size(setting)
+    down, values_down = update_size(setting)
+    elements = setting.layout.num_elements
+    encode_rate = ENCODE_ELEMENTS_PER_SECOND
+    if elements < WORTH_COMPILING:
+        encode_rate /= NUMPY_SLOWDOWN
+    received = setting.sites * values_up
+    parts = {
+        "codec": elements / setting.ranks / encode_rate
+        + values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
+        "uplink": _transfer_seconds(setting, up, setting.up_mbit),
+        "coordinator": (received + values_down) / DECODE_VALUES_PER_SECOND + elements / encode_rate,
+        "downlink": _transfer_seconds(setting, down, setting.down_mbit),
+        "latency": _latency_seconds(setting, up, down),
+    }
+    compute = setting.inner_steps * setting.step_seconds
+    exchange = sum(parts.values())
+    longest = max(parts, key=parts.__getitem__)
+    return Prediction(
+        params=setting.layout.num_parameters,
+        dense_bytes=setting.layout.dense_bytes,
+        bytes_up=up,
+        bytes_down=down,
+        snapshot_bytes=4 * elements,
+        bits_per_value_up=8 * up / max(1, values_up),
+        compute_seconds=compute,
+        encode_seconds=elements / setting.ranks / encode_rate,
+        up_seconds=parts["uplink"],
+        coordinator_seconds=parts["coordinator"],
+        down_seconds=parts["downlink"],
+        apply_seconds=values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
+        latency_seconds=parts["latency"],
+        exchange_seconds=exchange,
+        round_seconds=compute + exchange,
+        utilisation=compute / (compute + exchange),
+        utilisation_overlapped=min(1.0, compute / exchange),
+        bound_by="compute" if compute / (compute + exchange) >= TARGET else longest,
+    )
+
+
+def contribution_size(setting: Setting) -> tuple[int, int]:
+    """(bytes that a site sends in a round, values in them)."""
+    layout, ranks = setting.layout, min(setting.ranks, setting.layout.num_chunks)
+    headers = sum(len(list(cells(layout.shard(rank, ranks)))) for rank in range(ranks))
+    body, values = _body(layout, setting.k, setting.bits)
+    return _framed(body + headers * HEADER_BYTES) + ranks * ENVELOPE_BYTES, values
+
+
+def update_size(setting: Setting) -> tuple[int, int]:
+    """(bytes that a site receives in a round, values in them).
+
+    The update holds as many values a chunk as the sites sent different positions of it. Here the
+    sites' choices are independent; real ones agree a little more, and the update is smaller.
+    """
+    missed = (1 - setting.k / CHUNK) ** setting.sites
+    union = max(1, round(CHUNK * (1 - missed)))
+    body, values = _body(setting.layout, union, setting.bits, of=(setting.sites, setting.k))
+    headers = len(list(cells(range(setting.layout.num_chunks))))
+    ranks = min(setting.ranks, setting.layout.num_chunks)
+    return _framed(body + headers * HEADER_BYTES) + ranks * ENVELOPE_BYTES, values
+
+
+def advice(setting: Setting) -> list[str]:
+    """What to change in k, bits or H so that sites compute 95 % of the time, with its effect."""
+    now = predict(setting)
+    if now.utilisation >= TARGET:
+        return [_room(setting)]
+    lines = []
+    steps = math.ceil(now.exchange_seconds * TARGET / (1 - TARGET) / setting.step_seconds)
+    if steps <= MAX_STEPS:
+        lines.append(f"inner.steps = {steps} makes it {TARGET:.0%}: the exchange comes less often")
+    else:
+        lines.append(
+            f"more inner steps alone do not help: {TARGET:.0%} would take {steps}; rounds of more "
+            f"than {MAX_STEPS} steps are not known to train well"
+        )
+    for key, value, changed in _smaller(setting):
+        then = predict(changed)
+        lines.append(
+            f"{key} = {value} makes it {then.utilisation:.0%}, "
+            f"and a site sends {then.bytes_up / now.bytes_up:.0%} of the bytes"
+        )
+    if setting.ranks == 1 and now.bound_by == "codec":
+        lines.append("more ranks a site share the coding: see --ranks")
+    return lines
+
+
+def _smaller(setting: Setting) -> list[tuple[str, int, Setting]]:
+    changes = []
+    if setting.bits == DENSE_BITS:
+        changes.append(("codec.bits", 2, replace(setting, bits=2)))
+        return changes
+    if setting.bits == 2:
+        changes.append(("codec.bits", 1, replace(setting, bits=1)))
+    if setting.k > 1:
+        half = setting.k // 2
+        changes.append(("codec.k", half, replace(setting, k=half)))
+    return changes
+
+
+def _room(setting: Setting) -> str:
+    """The densest k that still leaves the sites computing: it trains better, at no cost here."""
+    best = setting.k
+    while setting.bits != DENSE_BITS and 2 * best <= CHUNK // 4:
+        if predict(replace(setting, k=2 * best)).utilisation < TARGET:
+            break
+        best *= 2
+    if best == setting.k:
+        return f"nothing: sites compute at least {TARGET:.0%} of the time"
+    return (
+        f"the link has room: with codec.k = {best} sites still compute {TARGET:.0%} of the time, "
+        "and a denser contribution trains better"
+    )
+
+
+def _transfer_seconds(setting: Setting, num_bytes: int, mbit: float) -> float:
+    rate = mbit
+    if setting.coordinator_mbit is not None:
+        rate = min(rate, setting.coordinator_mbit / setting.sites)
+    return 8 * num_bytes / (rate * 1e6)
+
+
+def _latency_seconds(setting: Setting, up: int, down: int) -> float:
+    rtt = setting.rtt_ms / 1e3
+    trips = float(ROUND_TRIPS)
+    for num_bytes, mbit in ((up, setting.up_mbit), (down, setting.down_mbit)):
+        in_flight = min(num_bytes, mbit * 1e6 / 8 * rtt)
+        trips += math.log2(max(1.0, in_flight / FIRST_WINDOW_BYTES))
+    return trips * rtt
+
+
+def _framed(num_bytes: int) -> int:
+    return num_bytes + -(-num_bytes // BLOCK_BYTES) * BLOCK_FRAME_BYTES
+
+
+def _body(
+    layout: Layout, k: int, bits: int, *, of: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """(bytes of all payloads without their headers, values in them), at k values a chunk.
+
+    `of`: they are an update of so many sites, with so many values a chunk each.
+    """
+    if bits == DENSE_BITS:
+        return 4 * layout.num_elements, layout.num_elements
+    full = sum(p.numel // CHUNK for p in layout.parameters)
+    short = [p.numel % CHUNK for p in layout.parameters if p.numel % CHUNK]
+    sites, sent = of or (1, k)
+    total = full * _sampled_bytes((CHUNK,), sent, bits, sites) if full else 0.0
+    if short:
+        lengths = tuple(short[:: max(1, len(short) // SAMPLE_CHUNKS)])
+        total += len(short) * _sampled_bytes(lengths, sent, bits, sites)
+    return round(total), full * k + sum(min(k, length) for length in short)
+
+
+@lru_cache(maxsize=256)
+def _sampled_bytes(lengths: tuple[int, ...], k: int, bits: int, sites: int) -> float:
+    """Mean bytes of a chunk in a payload, header left out, of chunks with these lengths.
+
+    Of a contribution, or of an update where there are several sites. Normal numbers with a
+    log-normal scale for each chunk: a contribution is then within 3 % of real pseudo-gradients
+    (docs/results/codec_cpu_2026-11-30.md).
+    """
+    rng = np.random.default_rng(0)
+    rows = max(8, SAMPLE_CHUNKS // sites, len(lengths))
+    present = np.arange(CHUNK) < np.resize(lengths, rows)[:, None]  # [rows, CHUNK]
+    scale = np.float32(rng.lognormal(size=(rows, 1))) * present
+    total, senders = np.zeros((2, rows * CHUNK), np.float32)
+    for _ in range(sites):
+        a = rng.standard_normal((rows, CHUNK), np.float32) * scale
+        contribution = encode(a, k=k, bits=bits, chunk=CHUNK)
+        total[contribution.indices] += contribution.values
+        senders[contribution.indices] += 1
+    if sites > 1:
+        np.divide(total, senders, out=total, where=senders > 0)
+        union = np.count_nonzero(senders.reshape(rows, CHUNK), axis=1)
+        contribution = encode(total, k=union, bits=bits, chunk=CHUNK)
+    return (len(contribution.payload) - HEADER_BYTES) / rows

@@ -1,0 +1,99 @@
+"""`loco plan`: the prediction for a run as a table, or as JSON, without any cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from loco.config import Config, load_config
+from loco.layout import Layout
+from loco.outer import k_at
+from loco.plan import Prediction, Setting, advice, predict
+from loco.status import human_bytes, human_seconds
+
+MAX_PARAMS = 1e13
+
+
+def layout_of_config(config: Config) -> Layout:
+    """The layout that sites of this run will have, without memory for its parameters."""
+    import torch
+
+    from loco.model import build_model, layout_of
+
+    with torch.device("meta"):
+        return layout_of(build_model(config.model, seed=config.run.seed))
+
+
+def setting_of_config(path: Path, setting: Setting) -> Setting:
+    """`setting` with model, k, bits and H from a run's config; k is that of the last round."""
+    config = load_config(path)
+    return replace(
+        setting,
+        layout=layout_of_config(config),
+        k=k_at(config.codec, config.run.rounds),
+        bits=config.codec.bits,
+        inner_steps=config.inner.steps,
+    )
+
+
+def show(setting: Setting, *, as_json: bool) -> None:
+    """Print what a round costs under `setting`; ConfigError if that cannot be."""
+    prediction = predict(setting)
+    told = advice(setting)
+    if as_json:
+        print(json.dumps(document(prediction, told)))
+    else:
+        Console().print(render(setting, prediction, told))
+
+
+def document(prediction: Prediction, told: list[str]) -> dict[str, Any]:
+    """What `--json` prints: the fields of `loco.plan.Prediction`, and the advice."""
+    return {**asdict(prediction), "advice": told}
+
+
+def render(setting: Setting, p: Prediction, told: list[str]) -> RenderableType:
+    """The prediction as a person reads it."""
+    bits = "dense fp32" if setting.bits == 32 else f"k = {setting.k} of 4096, {setting.bits} bits"
+    head = Text(
+        f"{p.params:,} parameters, {setting.sites} sites of {setting.ranks} ranks, {bits}, "
+        f"H = {setting.inner_steps}"
+    )
+    table = Table("a round", "value", "", box=None, pad_edge=False)
+    for name, value, note in _rows(p):
+        table.add_row(name, value, note)
+    lines = [Text(f"advice: {line}") for line in told]
+    return Group(head, table, *lines)
+
+
+def _rows(p: Prediction) -> list[tuple[str, str, str]]:
+    down = f"{p.dense_bytes / p.bytes_down:.0f} times less than dense"
+    return [
+        (
+            "up, a site",
+            human_bytes(p.bytes_up),
+            f"{p.dense_bytes / p.bytes_up:.0f} times less than dense, "
+            f"{p.bits_per_value_up:.2f} bits a sent value",
+        ),
+        ("down, a site", human_bytes(p.bytes_down), down),
+        ("down at join", human_bytes(p.snapshot_bytes), "the snapshot, once"),
+        ("inner steps", _seconds(p.compute_seconds), ""),
+        ("encode", _seconds(p.encode_seconds), "one core a rank"),
+        ("upload", _seconds(p.up_seconds), ""),
+        ("coordinator", _seconds(p.coordinator_seconds), "decode, add, make the update: one core"),
+        ("download", _seconds(p.down_seconds), ""),
+        ("apply", _seconds(p.apply_seconds), "one core a rank"),
+        ("latency", _seconds(p.latency_seconds), "round trips and TCP's slow start"),
+        ("round", _seconds(p.round_seconds), f"bound by {p.bound_by}"),
+        ("utilisation", f"{p.utilisation:.1%}", "where inner steps wait for the exchange"),
+        ("", f"{p.utilisation_overlapped:.1%}", "where the exchange runs beside the next steps"),
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 90 else human_seconds(seconds)

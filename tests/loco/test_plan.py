@@ -1,0 +1,213 @@
+"""Predictions: sizes against codec, outer step and a real run; seconds against arithmetic.
+
+Run alone: pytest tests/loco/test_plan.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cluster import Cluster, run_loco
+from support.runs import Array, config_of, shard_body, vector
+
+from loco.codec import HEADER_BYTES
+from loco.config import Config
+from loco.errors import ConfigError
+from loco.layout import CHUNK, Layout
+from loco.outer.step import OuterRules, Piece, outer_step
+from loco.plan import Setting, advice, contribution_size, predict, update_size
+from loco.plan_view import layout_of_config
+
+# Matrices, and vectors shorter than a chunk: 200 of them, as in a real model.
+LAYOUT = Layout.of([("w", (300, 4096)), *((f"norm.{i}", (200 + i,)) for i in range(100))])
+SETTING = Setting(
+    layout=LAYOUT,
+    sites=2,
+    ranks=1,
+    k=64,
+    bits=2,
+    inner_steps=30,
+    step_seconds=2.0,
+    up_mbit=100.0,
+    down_mbit=100.0,
+    coordinator_mbit=None,
+    rtt_ms=0.0,
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("k", "bits"), [(1, 2), (64, 1), (64, 2), (1000, 2), (4096, 1), (64, 32)])
+def test_a_contribution_has_the_predicted_size(k: int, bits: int, ranks: int) -> None:
+    config = config_of(codec={"k": k, "bits": bits})
+    a = vector(LAYOUT, seed=3)
+    shards = [shard_body(a, config, layout=LAYOUT, rank=rank, ranks=ranks) for rank in range(ranks)]
+    predicted, _ = contribution_size(replace(SETTING, k=k, bits=bits, ranks=ranks))
+    assert predicted == pytest.approx(sum(map(len, shards)), rel=0.04, abs=1200)
+
+
+@pytest.mark.parametrize("sites", [1, 2, 4, 16])
+@pytest.mark.parametrize("k", [16, 64, 512])
+def test_an_update_of_independent_sites_has_the_predicted_size(sites: int, k: int) -> None:
+    layout = Layout.of([("w", (100, 4096))])
+    config = config_of(codec={"k": k})
+    theta = np.zeros(layout.num_elements, np.float32)
+    pieces = [
+        Piece(
+            start=0,
+            num_elements=theta.size,
+            weight=1 / sites,
+            scale=1.0,
+            payload=shard_body(vector(layout, seed=site), config, layout=layout),
+        )
+        for site in range(sites)
+    ]
+    rules = OuterRules(aggregation="mean_contributors", alpha=1.0, momentum=0.0, bits=2)
+    residual: Array = np.zeros_like(theta)
+    update = outer_step(rules, pieces, theta=theta, residual=residual, momentum=None)
+    predicted, _ = update_size(replace(SETTING, layout=layout, sites=sites, k=k))
+    assert predicted == pytest.approx(len(update), rel=0.05, abs=400)
+
+
+def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
+    """8e9 parameters at 4 sites of 8 ranks, reckoned by hand from the constants' sources."""
+    layout = Layout.of([("parameters", (8_000_000_000,))])
+    p = predict(
+        replace(
+            SETTING, layout=layout, sites=4, ranks=8, rtt_ms=80.0, up_mbit=500.0, down_mbit=250.0
+        )
+    )
+    values, union = 8e9 / 64, 8e9 / 4096 * round(4096 * (1 - (63 / 64) ** 4))
+    assert p.dense_bytes == 32_000_000_000
+    assert p.encode_seconds == pytest.approx(8e9 / 8 / 854e6, rel=1e-3)
+    assert p.apply_seconds == pytest.approx(union / 8 / 46.1e6, rel=1e-3)
+    assert p.coordinator_seconds == pytest.approx(
+        (4 * values + union) / 46.1e6 + 8e9 / 854e6, rel=1e-3
+    )
+    assert p.up_seconds == pytest.approx(8 * p.bytes_up / 500e6)
+    assert p.down_seconds == pytest.approx(8 * p.bytes_down / 250e6)
+    slow_start = np.log2(500e6 / 8 * 0.08 / 14600) + np.log2(250e6 / 8 * 0.08 / 14600)
+    assert p.latency_seconds == pytest.approx((4 + slow_start) * 0.08)
+    parts = (
+        p.encode_seconds, p.up_seconds, p.coordinator_seconds, p.down_seconds, p.apply_seconds,
+        p.latency_seconds,
+    )  # fmt: skip
+    assert p.exchange_seconds == pytest.approx(sum(parts))
+    assert p.utilisation == pytest.approx(60 / (60 + p.exchange_seconds))
+    assert p.utilisation_overlapped == pytest.approx(min(1, 60 / p.exchange_seconds))
+    assert p.bound_by == "coordinator"
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({}, "compute"),
+        ({"up_mbit": 0.01}, "uplink"),
+        ({"down_mbit": 0.01}, "downlink"),
+        ({"rtt_ms": 3000.0}, "latency"),
+        ({"step_seconds": 1e-5}, "codec"),
+    ],
+)
+def test_what_bounds_a_round_is_named(changes: dict[str, Any], bound: str) -> None:
+    layout = Layout.of([("w", (100_000, 4096))])
+    setting = replace(SETTING, layout=layout, up_mbit=1e5, down_mbit=1e5)
+    p = predict(replace(setting, **({"ranks": 1, **changes} if changes else {"step_seconds": 9.0})))
+    expected = "coordinator" if bound == "codec" else bound
+    assert p.bound_by == expected
+
+
+def test_the_coordinators_link_is_shared_by_all_sites() -> None:
+    alone = predict(SETTING)
+    shared = predict(replace(SETTING, coordinator_mbit=100.0))
+    assert shared.up_seconds == pytest.approx(2 * alone.up_seconds)
+    assert shared.down_seconds == pytest.approx(2 * alone.down_seconds)
+
+
+def test_who_follows_the_advice_reaches_what_it_says() -> None:
+    thin = replace(SETTING, up_mbit=1.0, down_mbit=1.0, step_seconds=0.1)
+    assert predict(thin).utilisation < 0.95
+    steps, one_bit, half_k = advice(thin)
+    number = int(steps.split("=")[1].split()[0])
+    assert predict(replace(thin, inner_steps=number)).utilisation >= 0.95
+    assert predict(replace(thin, inner_steps=number - 1)).utilisation < 0.95
+    for line, changed in ((one_bit, {"bits": 1}), (half_k, {"k": 32})):
+        p = predict(replace(thin, **changed))
+        assert f"makes it {p.utilisation:.0%}," in line
+        assert f"{p.bytes_up / predict(thin).bytes_up:.0%} of the bytes" in line
+
+
+def test_a_link_with_room_is_advised_a_denser_contribution() -> None:
+    (line,) = advice(replace(SETTING, up_mbit=1000.0, down_mbit=1000.0))
+    best = int(line.split("codec.k = ")[1].split()[0])
+    assert predict(replace(SETTING, up_mbit=1000.0, down_mbit=1000.0, k=best)).utilisation >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"up_mbit": 0.0}, r"--mbit 0 is out of range: 0\.001 to 1e\+07"),
+        ({"step_seconds": float("nan")}, "--step-seconds nan is out of range"),
+        ({"sites": 0}, "--sites 0 is out of range: 1 to 1000"),
+        ({"k": 5000}, "--k 5000 is out of range: 1 to 4096"),
+        ({"bits": 4}, "--bits 4 is not known: use 1, 2, or 32 for dense"),
+        ({"rtt_ms": -1.0}, "--rtt-ms -1 is out of range"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        predict(replace(SETTING, **changes))
+
+
+def test_the_command_prints_the_prediction() -> None:
+    done = run_loco(
+        "plan", "--params", "8e9", "--sites", "4", "--mbit", "500", "--rtt-ms", "80",
+        "--step-seconds", "3", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["params"] == 8_000_000_000
+    assert printed["advice"]
+    table = run_loco("plan", "--params", "8e9", "--mbit", "500", "--step-seconds", "3").stdout
+    assert "bound by" in table
+    neither = run_loco("plan", "--mbit", "500", "--step-seconds", "3")
+    assert (neither.returncode, neither.stdout) == (2, "")
+    assert "give either --params, for example 8e9, or --config run.toml" in neither.stderr
+
+
+@pytest.mark.slow
+def test_a_real_run_sends_what_was_predicted(tmp_path: Path) -> None:
+    """Bytes as the coordinator counted them at its transport, the demo's model, within 15 %."""
+    model = {
+        "dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 384,
+        "seq_len": 32,
+    }  # fmt: skip
+    rounds = 3
+    with Cluster(
+        tmp_path,
+        run={"rounds": rounds},
+        model=model,
+        codec={"k": 64, "k_start": 64, "k_ramp_rounds": 1},
+        eval={"every_rounds": 0},
+    ) as cluster:
+        cluster.coordinator()
+        status = cluster.finish(cluster.site("paris"), cluster.site("oslo"))
+    layout = layout_of_config(Config.model_validate(status["config"]))
+    p = predict(replace(SETTING, layout=layout))
+    assert p.params == status["params"]
+    for site in status["sites"]:
+        sent, received = site["bytes_up_by_kind"], site["bytes_down_by_kind"]
+        assert sent["contribution"] / rounds == pytest.approx(p.bytes_up, rel=0.15)
+        assert received["update"] / rounds == pytest.approx(p.bytes_down, rel=0.15)
+        assert received["snapshot"] == pytest.approx(p.snapshot_bytes, rel=0.05)
+
+
+def test_an_update_names_its_headers() -> None:
+    """Two cells, two headers: the body of one value a chunk is small enough to see them."""
+    layout = Layout.of([("w", (1025, CHUNK))])
+    one = Layout.of([("w", (1024, CHUNK))])
+    two, single = (update_size(replace(SETTING, layout=x, k=1, sites=1))[0] for x in (layout, one))
+    assert two - single == pytest.approx(HEADER_BYTES + single / 1024, abs=8)
