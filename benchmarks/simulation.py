@@ -54,20 +54,32 @@ class SimulatedSite:
             seed=config.run.seed,
             site=name,
         )
+        self._step = 0
+        self._nats: list[float] = []
 
-    def train_round(self, round_: int) -> float:
-        """H inner steps; the mean training loss in nats."""
-        steps = self._config.inner.steps
-        nats = 0.0
-        for step in range(round_ * steps, (round_ + 1) * steps):
+    def train(self, num_steps: int) -> None:
+        """The next inner steps."""
+        for step in range(self._step, self._step + num_steps):
             for group in self._inner.param_groups:
                 group["lr"] = lr_at(self._config.inner, step, total_steps(self._config))
             self._inner.zero_grad()
             loss = self.model(*self._stream.batch(step))
             loss.backward()
             self._inner.step()
-            nats += loss.item() / steps
-        return nats
+            self._nats.append(loss.item())
+        self._step += num_steps
+
+    def exchanged(self) -> float:
+        """Mean training loss in nats of the inner steps since the last call."""
+        mean = sum(self._nats) / len(self._nats)
+        self._nats.clear()
+        return mean
+
+    def write(self, flat: Array, layout: Layout) -> None:
+        """Overwrite the replica from a padded buffer."""
+        with torch.no_grad():
+            for name, value in unpack(flat, layout).items():
+                self.model.get_parameter(name).copy_(torch.from_numpy(value))
 
 
 class Simulation:
@@ -91,11 +103,21 @@ class Simulation:
 
     def rounds(self) -> Iterator[Round]:
         """Train round by round; after the last one the sites hold the final theta."""
+        ahead = 0  # inner steps of this round that were made while the last exchange went on
         for round_ in range(self._config.run.rounds):
-            nats = [site.train_round(round_) for site in self._sites]
+            for site in self._sites:
+                site.train(self._config.inner.steps - ahead)
+            nats = [site.exchanged() for site in self._sites]
+            anchors = [pack(site.model, self.layout) for site in self._sites]
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
+            last = round_ + 1 == self._config.run.rounds
+            ahead = 0 if last else self._config.outer.delay_steps
+            for site in self._sites:
+                site.train(ahead)
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
-            self._write_parameters()
+            for site, anchor in zip(self._sites, anchors, strict=True):
+                progress = pack(site.model, self.layout) - anchor
+                site.write(self.theta + progress if ahead else self.theta, self.layout)
             yield Round(
                 round=round_,
                 train_bpb=bits_per_byte(sum(nats), len(nats)),
@@ -106,7 +128,12 @@ class Simulation:
 
     def evaluate(self) -> float:
         """Bits per byte of theta on the held-out text."""
-        return bits_per_byte(*evaluate(self._sites[0].model, self._held_out))
+        site = self._sites[0]
+        replica = pack(site.model, self.layout)
+        site.write(self.theta, self.layout)
+        measured = bits_per_byte(*evaluate(site.model, self._held_out))
+        site.write(replica, self.layout)
+        return measured
 
     def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
         return codec.encode_feedback(
@@ -136,12 +163,6 @@ class Simulation:
             residual=self._residual,
             momentum=self._momentum,
         )
-
-    def _write_parameters(self) -> None:
-        with torch.no_grad():
-            for site in self._sites:
-                for name, value in unpack(self.theta, self.layout).items():
-                    site.model.get_parameter(name).copy_(torch.from_numpy(value))
 
 
 def total_steps(config: Config) -> int:

@@ -144,6 +144,9 @@ class OuterConfig(_Section):
     weight of all. `nesterov`: plain DiLoCo on dense contributions."""
     alpha: Alpha = 1.0
     """Outer learning rate."""
+    delay_steps: Annotated[int, Field(ge=0)] = 0
+    """Inner steps that a site makes while its contribution and the update are on their way; the
+    update is applied after exactly so many. 0 waits for it."""
     alpha_steps: dict[Annotated[int, Field(ge=1)], Alpha] = {}
     """Another alpha from a round on, for example { 100 = 0.65, 500 = 0.4 }."""
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -242,6 +245,15 @@ class Config(_Section):
             raise ValueError(
                 f"inner.max_local_steps = {self.inner.max_local_steps} must be at least "
                 f"inner.steps = {self.inner.steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_next_round_holds_the_delay(self) -> Self:
+        if self.outer.delay_steps > self.inner.steps:
+            raise ValueError(
+                f"outer.delay_steps = {self.outer.delay_steps} must be at most "
+                f"inner.steps = {self.inner.steps}: one exchange is in flight at a time"
             )
         return self
 

@@ -27,12 +27,15 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from loco.digest import file_digest
 from loco.errors import LocoError
 from loco.layout import CHUNK
+from worker.exchange import OuterState
 from worker.site import Site
 from worker.structure import pack_structure, unpack_structure
 
 log = logging.getLogger("loco.worker")
 
 KEEP = 2
+KINDS = ("theta", "error_feedback", "params")
+"""Tensors of the outer state, by the names of OuterState."""
 
 
 class Manifest(BaseModel):
@@ -44,6 +47,10 @@ class Manifest(BaseModel):
     theta_digest: str
     data_cursor: int
     """Inner steps of the site since the run's start."""
+    local_steps: int
+    """Those of them that no exchange has seen."""
+    local_nats: float
+    """Their training losses summed, the mean over ranks."""
     starts: list[int]
     """First row of each rank, and the number of rows."""
     optimizers: list[Any]
@@ -59,15 +66,8 @@ class Position:
     round: int
     theta_digest: str
     data_cursor: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankState:
-    """What one rank stores and gets back."""
-
-    theta: Tensor  # [rows * 4096] fp32
-    error_feedback: Tensor  # [rows * 4096] fp32
-    optimizer: dict[str, Any]
+    local_steps: int
+    local_nats: float
 
 
 class Checkpoints:
@@ -84,9 +84,16 @@ class Checkpoints:
 
     # --- saving ---------------------------------------------------------------------------------
 
-    def save(self, position: Position, state: RankState, rows: range, num_rows: int) -> None:
-        """Every rank calls it, at the same position."""
-        structure, optimizer = pack_structure(state.optimizer)
+    def save(
+        self,
+        position: Position,
+        state: OuterState,
+        optimizer: dict[str, Any],
+        rows: range,
+        num_rows: int,
+    ) -> None:
+        """Every rank calls it, at the same position, with its own state and rows."""
+        structure, parts = pack_structure(optimizer)
         mine = json.dumps([rows.start, structure]).encode()
         ranks = [json.loads(packed) for packed in self._site.gather_bytes(mine)]
         manifest = Manifest(
@@ -95,13 +102,15 @@ class Checkpoints:
             round=position.round,
             theta_digest=position.theta_digest,
             data_cursor=position.data_cursor,
+            local_steps=position.local_steps,
+            local_nats=position.local_nats,
             starts=[*(start for start, _ in ranks), num_rows],
             optimizers=[structure for _, structure in ranks],
         )
         aside = self._directory / f"round-{position.round:08d}.partial"
         self._site.from_leader(lambda: _make_empty(aside))
-        tensors = {f"theta/{rows.start}": state.theta, f"ef/{rows.start}": state.error_feedback}
-        tensors |= {f"optimizer/{self._site.rank}/{i}": t for i, t in enumerate(optimizer)}
+        tensors = {f"{kind}/{rows.start}": getattr(state, kind) for kind in KINDS}
+        tensors |= {f"optimizer/{self._site.rank}/{i}": t for i, t in enumerate(parts)}
         self._site.together(lambda: _save(tensors, aside))
         self._site.from_leader(lambda: self._finish(aside, manifest))
 
@@ -146,13 +155,13 @@ class Checkpoints:
                 return None
         return manifest
 
-    def load(self, manifest: Manifest, rows: range) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-        """theta and EF of these rows [rows * 4096] fp32, and every stored rank's optimizer."""
+    def load(self, manifest: Manifest, rows: range) -> tuple[OuterState, list[dict[str, Any]]]:
+        """The outer state of these rows, and every stored rank's optimizer."""
         tensors: dict[str, Tensor] = {}
         shards = list(zip(manifest.starts, manifest.starts[1:], strict=False))
         for start, stop in shards:
             if start < rows.stop and rows.start < stop:
-                for kind in ("theta", "ef"):
+                for kind in KINDS:
                     tensors[f"{kind}/{start}"] = torch.empty((stop - start) * CHUNK)
         optimizers = []
         for rank, structure in enumerate(manifest.optimizers):
@@ -165,11 +174,8 @@ class Checkpoints:
             state_dict_loader.load(
                 tensors, checkpoint_id=directory, no_dist=not dist.is_initialized()
             )
-        return (
-            _cut(tensors, "theta", shards, rows),
-            _cut(tensors, "ef", shards, rows),
-            optimizers,
-        )
+        state = OuterState(**{kind: _cut(tensors, kind, shards, rows) for kind in KINDS})
+        return state, optimizers
 
 
 def _save(tensors: dict[str, Tensor], directory: Path) -> None:

@@ -7,6 +7,8 @@ the coordinator says that v is included, else EF = a.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,16 @@ from loco.errors import NonFiniteError
 from loco.layout import CHUNK, Layout, cells
 from loco.outer import apply_update
 from worker.site import Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterState:
+    """What a checkpoint holds of one rank's rows, each [rows * 4096] fp32."""
+
+    theta: torch.Tensor
+    error_feedback: torch.Tensor
+    params: torch.Tensor
+    """The replica: theta, and the inner steps made since the exchange."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +72,22 @@ class Exchange:
         self._sent = None
         self.round = round_
 
-    def state(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """theta and EF of this rank's rows [rows * 4096] fp32, shared, between two rounds."""
+    def state(self) -> OuterState:
+        """The state between two rounds; theta and EF are shared, not copied."""
         assert self._sent is None
-        return torch.from_numpy(self._theta), torch.from_numpy(self._ef)
+        return OuterState(
+            theta=torch.from_numpy(self._theta),
+            error_feedback=torch.from_numpy(self._ef),
+            params=torch.from_numpy(self._read_rows()),
+        )
 
-    def restore(self, theta: torch.Tensor, error_feedback: torch.Tensor, round_: int) -> None:
-        """Take what `state` gave at that round."""
-        self._theta[:] = theta.numpy()
-        self._ef[:] = error_feedback.numpy()
+    def restore(self, state: OuterState, round_: int) -> None:
+        """Take what `state` gave at that round, and write the replica."""
+        self._theta[:] = state.theta.numpy()
+        self._ef[:] = state.error_feedback.numpy()
         self._sent = None
+        self._anchor = self._theta.copy()
+        self._write_rows(state.params.numpy())
         self.round = round_
 
     def digest(self) -> str:
@@ -88,21 +106,33 @@ class Exchange:
         if keep_progress:
             rows = rows + (self._read_rows() - self._anchor)
         self._anchor = self._theta.copy()
-        theta = self._site.gather_rows(torch.from_numpy(rows), self._layout)
-        with torch.no_grad():
-            for p in self._layout.parameters:
-                flat = theta[p.start : p.start + p.numel]
-                self._parameters[p.name].copy_(flat.view(p.shape))
+        self._write_rows(rows)
 
-    def encode(self, k: int) -> bytes:
-        """This rank's shard of the contribution: one payload a cell.
+    @contextmanager
+    def theta_in_model(self) -> Iterator[None]:
+        """Within it the replica holds theta without this site's progress since."""
+        params = self._read_rows()
+        self._write_rows(self._theta)
+        try:
+            yield
+        finally:
+            self._write_rows(params)
+
+    def capture(self) -> None:
+        """Copy this rank's rows of the replica: where the pseudo-gradient is measured.
+
+        Inner steps may go on as soon as it returns.
 
         Raises:
-            NonFiniteError: names the tensor; EF is unchanged.
+            NonFiniteError: names the tensor; nothing has changed.
         """
         params = self._read_rows()
         self._check_finite(params)
         self._anchor = params
+
+    def encode(self, k: int) -> bytes:
+        """This rank's shard of the contribution that `capture` began: one payload a cell."""
+        params = self._anchor
         parts = []
         for cell in cells(self.rows):
             here = self._slice(cell)
@@ -146,6 +176,14 @@ class Exchange:
     def _slice(self, rows: range) -> slice:
         first = self.rows.start
         return slice((rows.start - first) * CHUNK, (rows.stop - first) * CHUNK)
+
+    def _write_rows(self, rows: npt.NDArray[np.float32]) -> None:
+        """Every rank's rows into the replica, equally on all ranks."""
+        whole = self._site.gather_rows(torch.from_numpy(rows), self._layout)
+        with torch.no_grad():
+            for p in self._layout.parameters:
+                flat = whole[p.start : p.start + p.numel]
+                self._parameters[p.name].copy_(flat.view(p.shape))
 
     def _read_rows(self) -> npt.NDArray[np.float32]:
         """This rank's rows of the parameters, copied to the host tensor by tensor."""

@@ -13,7 +13,7 @@ from loco.inner import reshard
 from loco.log import log_fields
 from loco.model import layout_of
 from loco.wire.v1 import coordinator_pb2 as pb
-from worker.checkpoint import Checkpoints, Position, RankState
+from worker.checkpoint import Checkpoints, Position
 from worker.exchange import Exchange
 from worker.meanwhile import Meanwhile
 from worker.options import Options
@@ -24,6 +24,8 @@ from worker.trainer import Local, Trainer
 
 log = logging.getLogger("loco.worker")
 
+SAY_WAITED_SECONDS = 0.5
+
 
 class Worker:
     """One rank of a site. All ranks call everything alike; the leader also speaks for the site."""
@@ -33,10 +35,13 @@ class Worker:
         self._site = site
         self._session = session
         self._pulse = Pulse()
-        self._meanwhile = Meanwhile(site, session, self._step_while_away)
+        self._meanwhile = Meanwhile(site, session, self._step_meanwhile)
         self._plan = pb.RoundPlan()
         self._theta_digest = ""
         self._pending: tuple[pb.PushHeader, bytes] | None = None
+        self._waited_before = 0.0
+        self._in_flight = False
+        """A contribution was captured, and the update that answers it is not applied yet."""
         self._repeats = False
         """All state is that of an earlier life of this site, which may have gone on from here."""
 
@@ -87,7 +92,7 @@ class Worker:
     # --- one round ------------------------------------------------------------------------------
 
     def _contribute(self, plan: pb.RoundPlan) -> None:
-        """H inner steps, then this rank's shard; asked again in one round, the same shard."""
+        """What is left of H inner steps, then this rank's shard; asked again, the same shard."""
         self._plan = plan
         self._evaluate_if_due()
         if not self._has_contributed():
@@ -100,15 +105,8 @@ class Worker:
     def _train(self, plan: pb.RoundPlan) -> tuple[pb.PushHeader, bytes]:
         """The round's contribution of this rank."""
         with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
-            self._trainer.train(plan.inner_steps, plan)
+            self._trainer.train(self._steps_left(plan), plan)
             local = self._trainer.exchanged()
-        with self._pulse.phase(pb.SITE_PHASE_ENCODE):
-            body = self._site.together(lambda: self._exchange.encode(plan.k))
-        with self._pulse.edit() as beat:
-            beat.inner_steps = self._trainer.data_cursor
-            beat.tokens += local.tokens
-            beat.train_bits_per_byte = local.train_bits_per_byte
-        self._report(self._exchange.round, local)
         header = pb.PushHeader(
             round=self._exchange.round,
             shard=self._site.rank,
@@ -118,7 +116,24 @@ class Worker:
             data_cursor=self._trainer.data_cursor,
             theta_digest=self._theta_digest,
         )
+        with self._pulse.edit() as beat:
+            beat.inner_steps = self._trainer.data_cursor
+            beat.tokens += local.tokens
+            beat.train_bits_per_byte = local.train_bits_per_byte
+        with self._pulse.phase(pb.SITE_PHASE_ENCODE):
+            self._site.together(self._exchange.capture)
+            self._in_flight, self._waited_before = True, self._meanwhile.waited_seconds
+            body = self._meanwhile.do(lambda: self._exchange.encode(plan.k))
+        self._report(self._exchange.round, local)
         return header, body
+
+    def _steps_left(self, plan: pb.RoundPlan) -> int:
+        """Of the round's H inner steps, those not made during the delay of the last exchange.
+
+        What a site has done beyond the delay, in a partition, comes on top.
+        """
+        ahead = min(self._trainer.local_steps, self._config.outer.delay_steps)
+        return max(0, plan.inner_steps - ahead)
 
     def _report(self, round_: int, stats: Local) -> None:
         """What people want to know of this round, summed over the ranks, into the next beat."""
@@ -150,14 +165,30 @@ class Worker:
             # The next directive says what the run did instead; EF keeps what was not included.
             log.warning("contribution refused: %s", refused)
 
-    def _step_while_away(self) -> bool:
-        """One inner step beyond H, because the coordinator does not answer; False: no more."""
-        total = self._plan.inner_steps + self._trainer.local_steps
-        if not self._plan.inner_steps or total >= self._config.inner.max_local_steps:
+    def _step_meanwhile(self, away: bool) -> bool:
+        """One inner step during an exchange, or because nobody answers; False: no more."""
+        total = self._steps_left(self._plan) + self._trainer.local_steps
+        more = away and self._plan.inner_steps and total < self._config.inner.max_local_steps
+        if not more and self._delay_left() == 0:
             return False
-        with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
-            self._trainer.train(1, self._plan)
+        self._train_ahead(1)
         return True
+
+    def _delay_left(self) -> int:
+        """Inner steps still to make before the update of the exchange in flight is applied."""
+        last = self._plan.first_step + self._plan.inner_steps >= self._plan.total_steps
+        if not self._in_flight or last:
+            return 0
+        return max(0, self._config.outer.delay_steps - self._trainer.local_steps)
+
+    def _train_ahead(self, num_steps: int) -> None:
+        """Inner steps that belong to the round after this one."""
+        plan = pb.RoundPlan(
+            first_step=self._plan.first_step + self._plan.inner_steps,
+            total_steps=self._plan.total_steps,
+        )
+        with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
+            self._trainer.train(num_steps, plan)
 
     def _catch_up(self, directive: pb.WaitRoundResponse) -> None:
         """Pull the update in parts, one a rank, and apply it everywhere."""
@@ -165,6 +196,7 @@ class Worker:
             self._repeat(directive.plan, directive.data_cursor)
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
+        self._end_delay()
         with self._pulse.phase(pb.SITE_PHASE_APPLY):
             self._exchange.settle(included=directive.included)
             self._site.together(lambda: self._exchange.apply(update))
@@ -172,8 +204,27 @@ class Worker:
             self._report_theta(directive.theta_digest)
         self._say_fate(directive.included)
         due = self._exchange.round % self._options.checkpoint_every_rounds == 0
-        if self._checkpoints and due and not self._trainer.local_steps:
+        if self._checkpoints and due:
             self._save_checkpoint()
+
+    def _end_delay(self) -> None:
+        """Make the steps that are left of the delay: the update is applied after the last one.
+
+        At this step and no other, however early the update came: what follows is then the same in
+        every run, and after every accident.
+        """
+        self._train_ahead(self._delay_left())
+        waited = self._meanwhile.waited_seconds - self._waited_before
+        delay = self._config.outer.delay_steps
+        if self._in_flight and delay and waited > SAY_WAITED_SECONDS and self._site.leads:
+            log.warning(
+                "waited %.1f s for the update of round %d: the exchange takes longer than "
+                "outer.delay_steps = %d inner steps",
+                waited,
+                self._exchange.round,
+                delay,
+            )
+        self._in_flight = False
 
     def _has_contributed(self) -> bool:
         """Whether this life of the site has encoded a contribution to the current round."""
@@ -186,11 +237,12 @@ class Worker:
         the ranks are as many as they were.
         """
         # Steps in between that never came to be included are lost with that life: no repeating.
-        self._repeats &= self._trainer.data_cursor + plan.inner_steps == data_cursor
+        self._repeats &= self._trainer.data_cursor + self._steps_left(plan) == data_cursor
         if self._repeats:
             log.info(
                 "repeating the contribution of an earlier life to round %d", self._exchange.round
             )
+            self._plan = plan
             self._pending = self._train(plan)
         self._trainer.data_cursor = max(self._trainer.data_cursor, data_cursor)
 
@@ -219,8 +271,8 @@ class Worker:
         """Measure theta every so many rounds, and the final one."""
         every, round_ = self._config.eval.every_rounds, self._exchange.round
         last = round_ == self._config.run.rounds
-        if every and (round_ % every == 0 or last) and not self._trainer.local_steps:
-            with self._pulse.phase(pb.SITE_PHASE_EVAL):
+        if every and (round_ % every == 0 or last):
+            with self._pulse.phase(pb.SITE_PHASE_EVAL), self._exchange.theta_in_model():
                 measured = self._trainer.evaluate()
             with self._pulse.edit() as beat:
                 beat.evaluations.add(round=round_, bits_per_byte=measured)
@@ -265,15 +317,15 @@ class Worker:
         self._trainer.data_cursor = joined.data_cursor
         if self._checkpoints and saved:
             rows = self._exchange.rows
-            theta, error_feedback, optimizers = self._checkpoints.load(saved, rows)
+            state, optimizers = self._checkpoints.load(saved, rows)
             mine = reshard(optimizers, rank=self._site.rank, size=self._site.num_ranks)
             self._trainer.optimizer.load_state_dict(mine)
             if joined.keep_state:
                 log.info("going on from the checkpoint of round %d", saved.round)
                 self._trainer.data_cursor = saved.data_cursor
                 self._repeats = True
-                self._exchange.restore(theta, error_feedback, saved.round)
-                self._exchange.write_parameters()
+                self._exchange.restore(state, saved.round)
+                self._trainer.go_on(saved.local_steps, saved.local_nats)
                 self._report_theta(saved.theta_digest)
                 return self._next_directive()
             log.warning("the checkpoint of round %d is too old: its EF is dropped", saved.round)
@@ -286,18 +338,17 @@ class Worker:
 
     def _save_checkpoint(self) -> None:
         assert self._checkpoints is not None
-        theta, error_feedback = self._exchange.state()
+        (nats,) = self._site.sum(self._trainer.local_nats)
         self._checkpoints.save(
             Position(
                 round=self._exchange.round,
                 theta_digest=self._theta_digest,
                 data_cursor=self._trainer.data_cursor,
+                local_steps=self._trainer.local_steps,
+                local_nats=nats / self._site.num_ranks,
             ),
-            RankState(
-                theta=theta,
-                error_feedback=error_feedback,
-                optimizer=self._trainer.optimizer.state_dict(),
-            ),
+            self._exchange.state(),
+            self._trainer.optimizer.state_dict(),
             rows=self._exchange.rows,
             num_rows=self._layout.num_chunks,
         )
@@ -338,6 +389,7 @@ class Worker:
             self._exchange.load(data, round_)
             self._trainer.drop_local_steps()
             self._pending = None
+            self._in_flight = False
             self._repeats = False
             self._exchange.write_parameters()
             self._report_theta(digest)

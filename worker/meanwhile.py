@@ -1,7 +1,8 @@
-"""Waiting for the network without wasting a partition: work goes on in a thread meanwhile."""
+"""Waiting for the network without wasting the time: a call runs in a thread, inner steps go on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -18,29 +19,32 @@ AWAY_SECONDS = 5.0  # without an answer: then inner steps go on
 class Meanwhile:
     """Runs a rank's network call in a thread, while all ranks of the site decide together.
 
-    As long as any rank is not done and the coordinator does not answer, `step` is called on all
-    ranks alike; it returns False when the site may make no further inner step.
+    As long as any rank is not done, `step` is called on all ranks alike and told whether the
+    coordinator does not answer; it returns False when the site may make no further inner step.
     """
 
-    def __init__(self, site: Site, session: Session, step: Callable[[], bool]) -> None:
+    def __init__(self, site: Site, session: Session, step: Callable[[bool], bool]) -> None:
         self._site = site
         self._session = session
         self._step = step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="network")
+        self.waited_seconds = 0.0
+        """Time in which this rank could do nothing but wait, since the start."""
 
     def do(self, work: Callable[[], T]) -> T:
         """The result of `work`; an error of any rank is raised by all ranks alike."""
         future = self._thread.submit(work)
-        patience = VOTE_SECONDS
-        while not self._all_done(future, patience):
-            patience = 0.0 if self._away() and self._step() else VOTE_SECONDS
+        pending, away = self._vote(future)
+        while pending:
+            if not self._step(away):
+                started = time.monotonic()
+                wait([future], VOTE_SECONDS)
+                self.waited_seconds += time.monotonic() - started
+            pending, away = self._vote(future)
         return self._site.together(future.result)
 
-    def _all_done(self, future: Future[T], patience: float) -> bool:
-        wait([future], patience)
-        (pending,) = self._site.sum(float(not future.done()))
-        return pending == 0
-
-    def _away(self) -> bool:
-        (longest,) = self._site.sum(float(self._session.away_seconds > AWAY_SECONDS))
-        return longest > 0
+    def _vote(self, future: Future[T]) -> tuple[bool, bool]:
+        """Whether any rank is not done, and whether any gets no answer; equal on all ranks."""
+        silent = self._session.away_seconds > AWAY_SECONDS
+        pending, away = self._site.sum(float(not future.done()), float(silent))
+        return pending > 0, away > 0

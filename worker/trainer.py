@@ -76,6 +76,15 @@ class Trainer:
         """Inner steps since the last exchange."""
         return self._local_steps
 
+    @property
+    def local_nats(self) -> float:
+        """Sum of this rank's training losses since the last exchange."""
+        return self._nats
+
+    def go_on(self, local_steps: int, local_nats: float) -> None:
+        """Take over the count of an earlier life; the parameters are the caller's matter."""
+        self._local_steps, self._nats = local_steps, local_nats
+
     def drop_local_steps(self) -> None:
         """Theta is replaced: what was done since the last exchange is gone, its data come again."""
         self.data_cursor -= self._local_steps

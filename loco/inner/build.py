@@ -60,7 +60,7 @@ def lr_at(config: InnerConfig, step: int, total_steps: int) -> float:
     A pure function of the step: a site that restarts or joins late has the lr of the others.
     """
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return config.lr * ((step + 1) / config.warmup_steps)  # never above lr by a rounding
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * cosine)

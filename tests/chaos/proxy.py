@@ -120,9 +120,10 @@ class Proxy:
         self._ready.set()
         await self._stop.wait()
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, site: asyncio.StreamReader, to_site: asyncio.StreamWriter) -> None:
         transports = [to_site.transport]

@@ -55,6 +55,7 @@ def test_progress_is_kept_over_any_number_of_updates(updates: int, steps_between
     exchange.load(pack(model, layout).tobytes(), 0)
     exchange.write_parameters()
     move(model, 1.0)  # H inner steps, which are contributed
+    exchange.capture()
     exchange.encode(k=64)
     move(model, 0.25)  # ... and those of the partition
     progress = 0.25
@@ -80,6 +81,7 @@ def test_steps_after_an_update_are_measured_from_it() -> None:
     exchange.load(pack(model, layout).tobytes(), 0)
     exchange.write_parameters()
     move(model, 1.0)
+    exchange.capture()
     exchange.encode(k=64)
     exchange.settle(included=True)
     exchange.apply(dense(padded(layout.num_elements, -4.0)))

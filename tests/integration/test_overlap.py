@@ -1,0 +1,168 @@
+"""The exchange behind inner steps: what is applied when, and what an accident changes (nothing).
+
+Compared with: a simulation in one process of the same equations, and undisturbed runs, in theta of
+every round and in every bit. Run alone: pytest tests/integration/test_overlap.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chaos.lives import Killed, Life, at
+from chaos.proxy import Proxy
+from chaos.runs import exact_run
+from support.cluster import Cluster
+from support.live import Coordinator, coordinating
+
+from benchmarks.simulation import Simulation
+from coordinator.events import RoundCommitted, ShardStored
+from coordinator.store import Store
+from loco.config import Config
+from loco.digest import chunk_hashes, theta_digest
+from loco.model import build_model, layout_of, pack
+
+ROUNDS, H = 6, 3
+SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
+
+
+def config_of_run(delay: int, *, sites: tuple[str, ...], **inner: Any) -> Config:
+    raw = exact_run(seed=11, rounds=ROUNDS)
+    raw["data"]["sites"] = {site: SITES[site] for site in sites}
+    raw["inner"] |= {"steps": H, "max_local_steps": H, "warmup_steps": 2, **inner}
+    raw["outer"] = {"delay_steps": delay}
+    raw["quorum"]["min_sites"] = len(sites)
+    return Config.model_validate(raw)
+
+
+@contextlib.contextmanager
+def run_of(directory: Path, config: Config) -> Iterator[Coordinator]:
+    torch.set_num_threads(1)
+    model = build_model(config.model, seed=config.run.seed)
+    layout, theta = layout_of(model), pack(model, layout_of(model))
+    with coordinating(
+        Store.create(directory, run_id="overlap", config=config, layout=layout, theta=theta)
+    ) as coordinator:
+        yield coordinator
+
+
+def digests(coordinator: Coordinator) -> list[str]:
+    events = (event for _, event in coordinator.store.journal.replay(after=0))
+    return [e.theta_digest for e in events if isinstance(e, RoundCommitted)]
+
+
+def cursors(coordinator: Coordinator) -> list[int]:
+    events = (event for _, event in coordinator.store.journal.replay(after=0))
+    return [e.data_cursor for e in events if isinstance(e, ShardStored)]
+
+
+def simulated(config: Config) -> list[str]:
+    simulation = Simulation(config)
+    digest = lambda: theta_digest(chunk_hashes(simulation.theta))  # noqa: E731
+    return [digest() for _ in simulation.rounds()]
+
+
+@pytest.mark.parametrize("delay", [0, 1, H])
+@pytest.mark.parametrize("inner", [{"optimizer": "adamw"}, {"sync": "scape", "density": 0.25}])
+def test_two_sites_do_what_the_simulation_does(
+    tmp_path: Path, delay: int, inner: dict[str, Any]
+) -> None:
+    config = config_of_run(delay, sites=("oslo", "paris"), **inner)
+    with run_of(tmp_path / "state", config) as coordinator:
+        lives = [Life(coordinator.address, site) for site in SITES]
+        for life in lives:
+            life.finishes()
+        assert digests(coordinator) == simulated(config)
+        assert sorted(cursors(coordinator)) == sorted(2 * [H * (r + 1) for r in range(ROUNDS)])
+
+
+def test_a_delay_changes_theta_from_the_second_round_on() -> None:
+    """Or the tests here would compare a thing with itself."""
+    blocking = simulated(config_of_run(0, sites=("paris",)))
+    delayed = simulated(config_of_run(1, sites=("paris",)))
+    assert blocking[0] == delayed[0]
+    assert all(a != b for a, b in zip(blocking[1:], delayed[1:], strict=True))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[str]:
+    return simulated(config_of_run(2, sites=("paris",)))
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.15])
+def test_the_speed_of_the_link_changes_nothing(
+    tmp_path: Path, undisturbed: list[str], latency: float
+) -> None:
+    """The update is applied at its step, whether it came long before or is waited for."""
+    config = config_of_run(2, sites=("paris",))
+    with run_of(tmp_path / "state", config) as coordinator:
+        host, port = coordinator.address.split(":")
+        proxy = Proxy((host, int(port)))
+        proxy.change(latency_seconds=latency)
+        Life(proxy.address, "paris").finishes()
+        proxy.close()
+        assert digests(coordinator) == undisturbed
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    "moment", ["holds", "before push", "after push", "before pull", "after pull"]
+)
+def test_killed_and_back_from_a_checkpoint_nothing_differs_in_any_bit(
+    tmp_path: Path, undisturbed: list[str], moment: str, every: int
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    with run_of(tmp_path / "state", config_of_run(2, sites=("paris",))) as coordinator:
+        first = Life(
+            coordinator.address, "paris", checkpoint=checkpoint, every=every, is_over=at(moment, 3)
+        )
+        assert isinstance(first.ends(), Killed)
+        Life(coordinator.address, "paris", checkpoint=checkpoint, every=every).finishes()
+        assert digests(coordinator) == undisturbed
+        assert cursors(coordinator) == [H * (r + 1) for r in range(ROUNDS)]
+
+
+def test_theta_is_evaluated_without_the_progress_of_the_site(tmp_path: Path) -> None:
+    raw = config_of_run(2, sites=("paris",)).model_dump()
+    config = Config.model_validate(raw | {"eval": {"every_rounds": 1, "sequences": 8}})
+    with run_of(tmp_path / "state", config) as coordinator:
+        Life(coordinator.address, "paris").finishes()
+        status = coordinator.running.monitor.status(coordinator.state)
+        measured = {m["round"]: m["bits_per_byte"] for m in status["validation"]}
+    simulation = Simulation(config)
+    wanted = {0: simulation.evaluate()}
+    wanted |= {r.round + 1: simulation.evaluate() for r in simulation.rounds()}
+    assert measured.keys() == wanted.keys()
+    for round_, bits in measured.items():
+        np.testing.assert_allclose(bits, wanted[round_], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_apply_at_the_same_step_and_may_change_at_a_restart(tmp_path: Path) -> None:
+    """Two ranks, then one, then two: all that was trained is counted once, theta is everyone's."""
+    rounds, batch, seq_len = 24, 4, 32
+    keep = ("--checkpoint", str(tmp_path / "ck"), "--checkpoint-every-rounds", "1")
+    with Cluster(
+        tmp_path,
+        run={"rounds": rounds},
+        quorum={"min_sites": 1},
+        inner={"sync": "scape", "steps": H, "max_local_steps": H},
+        outer={"delay_steps": 2},
+    ) as cluster:
+        cluster.coordinator()
+        for ranks, until in ((2, 5), (1, 11)):
+            site = cluster.site("paris", *keep, ranks=ranks, log=f"ranks-{ranks}-{until}")
+            cluster.reaches(until)
+            site.interrupt()
+            assert site.wait(30) == 130, site.output
+        last = cluster.site("paris", *keep, ranks=2, log="last")
+        status = cluster.finish(last)
+    assert "going on from the checkpoint" in last.output
+    (site_status,) = status["sites"]
+    assert site_status["theta_digest"] == status["theta_digest"]
+    assert site_status["tokens"] == rounds * H * batch * seq_len
