@@ -16,7 +16,14 @@ import torch
 
 from loco import codec
 from loco.config import Config
-from loco.data import DataStream, bits_per_byte, evaluate, load_tokens, validation_windows
+from loco.data import (
+    DataStream,
+    bits_per_byte,
+    evaluate,
+    load_parts,
+    load_tokens,
+    validation_windows,
+)
 from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
 from loco.layout import CELL_CHUNKS, Layout
@@ -48,7 +55,7 @@ class SimulatedSite:
         self.model = build_model(config.model, seed=config.run.seed)
         self._inner = build_inner(config.inner, self.model, Group())
         self._stream = DataStream(
-            load_tokens(corpus, "train"),
+            load_parts(corpus, "train"),
             seq_len=config.model.seq_len,
             batch=config.data.batch,
             seed=config.run.seed,

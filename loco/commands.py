@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from loco.codec_inspect import inspect
+from loco.data_commands import data_app
 
 
 def register(app: typer.Typer) -> None:
@@ -18,6 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command()(control)
     app.command()(inspect)
     app.command()(plan)
+    app.add_typer(data_app, name="data", help="Make token files of text, and check them.")
 
 
 def init(

@@ -6,7 +6,17 @@ import math
 from dataclasses import dataclass
 
 from loco.config import Config
-from loco.data import DataStream, bits_per_byte, evaluate, load_tokens, validation_windows
+from loco.data import (
+    DataStream,
+    Weighted,
+    bits_per_byte,
+    bytes_per_token,
+    check_vocabulary,
+    evaluate,
+    load_parts,
+    load_tokens,
+    validation_windows,
+)
 from loco.errors import NonFiniteError
 from loco.inner import Scape
 from loco.inner.build import build_inner, lr_at
@@ -33,8 +43,13 @@ class Trainer:
         self._name = name
         self.model = build_model(config.model, seed=config.run.seed).to(site.device)
         self.optimizer = build_inner(config.inner, self.model, site.group)
+        parts = load_parts(corpus, "train")
+        validation = load_tokens(config.data.corpus, "validation")
+        check_vocabulary([*parts, Weighted(tokens=validation)], config.model.vocab_size)
+        self._train_bytes_per_token = bytes_per_token(parts)
+        self._held_out_bytes_per_token = validation.bytes_per_token
         self._stream = DataStream(
-            load_tokens(corpus, "train"),
+            parts,
             seq_len=config.model.seq_len,
             batch=config.data.batch,
             seed=config.run.seed,
@@ -43,7 +58,7 @@ class Trainer:
             world=site.num_ranks,
         )
         held_out = validation_windows(
-            load_tokens(config.data.corpus, "validation"),
+            validation,
             seq_len=config.model.seq_len,
             count=config.eval.sequences,
         )
@@ -109,7 +124,7 @@ class Trainer:
         return Local(
             inner_steps=steps,
             tokens=steps * self._config.data.batch * self._config.model.seq_len,
-            train_bits_per_byte=mean / math.log(2),
+            train_bits_per_byte=bits_per_byte(mean, self._train_bytes_per_token),
         )
 
     def _inner_step(self, lr: float) -> float:
@@ -124,6 +139,6 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Bits per byte of the current parameters on the held-out text."""
-        nats, num_bytes = evaluate(self.model, self._held_out.to(self._site.device))
-        total_nats, total_bytes = self._site.sum(nats, num_bytes)
-        return bits_per_byte(total_nats, int(total_bytes))
+        nats, num_tokens = evaluate(self.model, self._held_out.to(self._site.device))
+        total_nats, total_tokens = self._site.sum(nats, num_tokens)
+        return bits_per_byte(total_nats, total_tokens * self._held_out_bytes_per_token)

@@ -1,17 +1,19 @@
 """Text in, batches out: corpora, the token cache, the order of samples, held-out windows."""
 
-from loco.data.corpus import Split
+from loco.data.mixture import Weighted, bytes_per_token, check_vocabulary
 from loco.data.order import permute
 from loco.data.stream import DataStream
-from loco.data.tokens import Tokens, load_tokens
+from loco.data.tokens import load_parts, load_tokens
 from loco.data.validation import bits_per_byte, evaluate, validation_windows
 
 __all__ = [
     "DataStream",
-    "Split",
-    "Tokens",
+    "Weighted",
     "bits_per_byte",
+    "bytes_per_token",
+    "check_vocabulary",
     "evaluate",
+    "load_parts",
     "load_tokens",
     "permute",
     "validation_windows",

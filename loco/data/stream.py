@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loco.data.mixture import Weighted, assign, shares
 from loco.data.order import permute
-from loco.data.tokens import Tokens
 from loco.errors import ConfigError, DataError
 
 
@@ -19,12 +21,13 @@ class DataStream:
     `i mod num_windows` of epoch `i div num_windows`, each epoch in an order of its own: within an
     epoch no window comes twice and none is lost. Inner step `t` takes samples `t * batch` to
     `(t + 1) * batch - 1`, and rank r of N the rows `r * batch / N` to `(r + 1) * batch / N - 1`,
-    so the site sees the same samples with any number of ranks.
+    so the site sees the same samples with any number of ranks. Where several corpora are mixed, the
+    same holds for the samples of each, which `loco.data.mixture` picks.
     """
 
     def __init__(
         self,
-        tokens: Tokens,
+        parts: Sequence[Weighted],
         *,
         seq_len: int,
         batch: int,
@@ -33,26 +36,29 @@ class DataStream:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """ConfigError if `world` does not divide `batch`, DataError if `tokens` hold no window."""
+        """ConfigError if `world` does not divide `batch`, DataError if a part holds no window."""
         if batch % world:
             raise ConfigError(
                 f"data.batch = {batch} cannot be split among {world} ranks: "
                 "choose a number of ranks that divides it"
             )
-        if len(tokens) <= seq_len:
-            raise DataError(
-                f"the corpus of site {site!r} has {len(tokens)} tokens, too few for one sequence: "
-                f"model.seq_len = {seq_len} needs {seq_len + 1}; give more text or a shorter one"
-            )
-        self.tokens = tokens
+        for part in parts:
+            if len(part.tokens) <= seq_len:
+                raise DataError(
+                    f"the corpus of site {site!r} has {len(part.tokens)} tokens, too few for one "
+                    f"sequence: model.seq_len = {seq_len} needs {seq_len + 1}; give more text or a "
+                    "shorter one"
+                )
+        self._tokens = [part.tokens for part in parts]
+        self._shares = shares([part.weight for part in parts])
         self.seq_len = seq_len
         self.batch_size = batch
         self.seed = seed
         self.site = site
         self.rank = rank
         self.rows = batch // world
-        self.num_windows = (len(tokens) - 1) // seq_len
-        """Windows of an epoch; the tokens after the last full one are left out."""
+        self.num_windows = [(len(tokens) - 1) // seq_len for tokens in self._tokens]
+        """Windows of an epoch of each part; the tokens after the last full one are left out."""
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank at inner step `step`: [batch / world, seq_len] int64.
@@ -60,17 +66,23 @@ class DataStream:
         The targets are the inputs one token later.
         """
         first = step * self.batch_size + self.rank * self.rows
-        starts = self._windows(np.arange(first, first + self.rows)) * self.seq_len
-        spans = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)]
-        spans_BS = torch.from_numpy(spans.astype(np.int64))
+        samples = np.arange(first, first + self.rows)
+        owners, numbers = assign(samples, self._shares, seed=self.seed, site=self.site)
+        spans_BS = torch.empty(self.rows, self.seq_len + 1, dtype=torch.int64)
+        for part in np.unique(owners):
+            rows = np.flatnonzero(owners == part)
+            starts = self._windows(int(part), numbers[rows]) * self.seq_len
+            spans = self._tokens[part][starts[:, None] + np.arange(self.seq_len + 1)]
+            spans_BS[torch.from_numpy(rows)] = torch.from_numpy(spans.astype(np.int64))
         return spans_BS[:, :-1], spans_BS[:, 1:]
 
-    def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        epochs, positions = np.divmod(samples, self.num_windows)
+    def _windows(self, part: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        length = self.num_windows[part]
+        epochs, positions = np.divmod(samples, length)
         windows = np.empty_like(samples)
         for epoch in np.unique(epochs):
             rows = epochs == epoch
             windows[rows] = permute(
-                positions[rows], self.num_windows, seed=self.seed, site=self.site, epoch=int(epoch)
+                positions[rows], length, seed=self.seed, site=self.site, epoch=int(epoch)
             )
         return windows

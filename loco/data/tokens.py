@@ -1,6 +1,6 @@
-"""Byte-level tokens of a corpus, memory-mapped from a cache that is built once.
+"""Tokens of a corpus: of one that was prepared as they are; of other text its bytes, from a cache.
 
-A token is a byte of UTF-8; documents are joined by an empty line. The cache file is NumPy's `.npy`,
+There a token is a byte of UTF-8; documents are joined by an empty line. The cache file is `.npy`,
 which states its own dtype and length. It is written aside and renamed, so that many processes may
 build the same corpus at once and none reads half a file. Text of any size: neither building nor
 reading holds it in memory.
@@ -15,35 +15,50 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from loco.data.corpus import Piece, Split, find_pieces
+from loco.data.corpus import Piece, find_pieces
+from loco.data.mixture import PREFIX, Weighted, parse_mixture
 from loco.errors import DataError
+from loco.tokens import Tokens, is_prepared, join, load_prepared
+from loco.tokens.prepared import Split
 
-Tokens = NDArray[np.unsignedinteger]  # [num_tokens], memory-mapped
 SEPARATOR = b"\n\n"
 FORMAT = 1  # raise it when the same text becomes other tokens
 
 
 def load_tokens(corpus: str, split: Split, *, cache: Path | None = None) -> Tokens:
-    """Memory-mapped tokens [num_tokens] uint8 of a corpus (see `loco.data.corpus`).
+    """Memory-mapped tokens of a corpus (see `loco.data.corpus`); of a mixture all of its parts'.
 
     `cache` is the directory for token files; left out, it is $LOCO_CACHE_DIR, or `loco` under the
     user's cache directory. DataError if the corpus is missing or empty, or the cache unwritable.
     """
+    if corpus.startswith(PREFIX):
+        parts = [load_tokens(name, split, cache=cache) for _, name in parse_mixture(corpus)]
+        return join(parts)
+    if is_prepared(corpus):
+        return load_prepared(Path(corpus).expanduser(), split)
     pieces = find_pieces(corpus, split)
     directory = cache or default_cache_dir()
     path = directory / f"{split}-{_fingerprint(pieces)}.npy"
     try:
         if not path.exists():
             _build(path, pieces)
-        tokens: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(
             f"cannot keep tokens of corpus {corpus!r} under {directory}: {error}; "
             "set LOCO_CACHE_DIR to a directory that can be written"
         ) from error
-    return tokens
+    return Tokens([tokens], vocab_size=256, num_bytes=len(tokens))
+
+
+def load_parts(corpus: str, split: Split, *, cache: Path | None = None) -> list[Weighted]:
+    """The corpora that a site mixes, with their weights; of a corpus that is no mixture itself."""
+    named = parse_mixture(corpus) if corpus.startswith(PREFIX) else [(1.0, corpus)]
+    return [
+        Weighted(tokens=load_tokens(name, split, cache=cache), weight=weight)
+        for weight, name in named
+    ]
 
 
 def default_cache_dir() -> Path:

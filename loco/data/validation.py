@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from loco.data.tokens import Tokens
 from loco.errors import DataError
+from loco.tokens import TokenSequence
 
 
-def validation_windows(tokens: Tokens, *, seq_len: int, count: int) -> Tensor:
+def validation_windows(tokens: TokenSequence, *, seq_len: int, count: int) -> Tensor:
     """Up to `count` windows [num_windows, seq_len + 1] int64, spread evenly, none overlapping.
 
     A shorter text gives fewer windows. Rank r of N measures `windows[r::N]`.
@@ -31,7 +31,7 @@ def validation_windows(tokens: Tokens, *, seq_len: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, windows: Tensor, *, batch: int = 32) -> tuple[float, int]:
-    """Sum of the loss in nats and number of bytes predicted, over windows [num, seq_len + 1].
+    """Sum of the loss in nats and number of tokens predicted, over windows [num, seq_len + 1].
 
     `model(inputs, targets)` returns the mean loss in nats. The sums of several ranks add up; no
     window at all gives (0.0, 0). The model's training mode is left as it was found.
@@ -47,6 +47,6 @@ def evaluate(model: nn.Module, windows: Tensor, *, batch: int = 32) -> tuple[flo
     return nats, windows.shape[0] * (windows.shape[1] - 1)
 
 
-def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Mean loss in bits per byte; a byte is a token here."""
+def bits_per_byte(nats: float, num_bytes: float) -> float:
+    """Mean loss in bits per byte of text; of n tokens, n times `Tokens.bytes_per_token` bytes."""
     return nats / num_bytes / math.log(2)

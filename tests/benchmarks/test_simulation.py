@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.simulation import Simulation, total_steps
 from loco.config import Config
-from loco.data import DataStream, load_tokens
+from loco.data import DataStream, load_parts
 from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
 from loco.model import build_model, pack
@@ -52,7 +52,7 @@ def locally_trained(config: Config) -> np.ndarray:
     model = build_model(config.model, seed=config.run.seed)
     inner = build_inner(config.inner, model, Group())
     stream = DataStream(
-        load_tokens(config.data.corpus, "train"), seq_len=16, batch=2, seed=0, site="all"
+        load_parts(config.data.corpus, "train"), seq_len=16, batch=2, seed=0, site="all"
     )
     for step in range(total_steps(config)):
         for group in inner.param_groups:

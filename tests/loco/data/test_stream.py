@@ -11,18 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loco.data import DataStream
+from loco.data import DataStream, Weighted
 from loco.errors import ConfigError, DataError
+from loco.tokens import Tokens
 
 
-def numbered(num_tokens: int) -> np.ndarray:
-    """Tokens that tell their own position."""
-    return np.arange(num_tokens, dtype=np.uint16)
+def numbered(num_tokens: int, first: int = 0, weight: float = 1.0) -> Weighted:
+    """Tokens that tell their own position, from `first` on."""
+    tokens = np.arange(first, first + num_tokens, dtype=np.uint16)
+    return Weighted(tokens=Tokens([tokens], vocab_size=65536, num_bytes=num_tokens), weight=weight)
 
 
 def stream(num_tokens: int = 2000, **changes: object) -> DataStream:
     settings: dict = {"seq_len": 7, "batch": 12, "seed": 4, "site": "paris"} | changes
-    return DataStream(numbered(num_tokens), **settings)
+    return DataStream([numbered(num_tokens)], **settings)
 
 
 @given(
@@ -37,12 +39,12 @@ def test_no_window_twice_in_an_epoch_and_none_lost(
 ) -> None:
     data = stream(num_tokens, seq_len=seq_len, batch=batch, seed=seed)
     epochs = 3
-    steps = -(-epochs * data.num_windows // batch)
+    steps = -(-epochs * data.num_windows[0] // batch)
     starts = torch.cat([data.batch(step)[0][:, 0] for step in range(steps)]).numpy()
-    every_window = np.arange(data.num_windows) * seq_len
-    for epoch in np.split(starts[: epochs * data.num_windows], epochs):
+    every_window = np.arange(data.num_windows[0]) * seq_len
+    for epoch in np.split(starts[: epochs * data.num_windows[0]], epochs):
         assert np.array_equal(np.sort(epoch), every_window)
-    assert data.num_windows * seq_len + seq_len >= num_tokens - 1
+    assert data.num_windows[0] * seq_len + seq_len >= num_tokens - 1
 
 
 def test_targets_are_the_inputs_one_token_later() -> None:
@@ -76,6 +78,6 @@ def test_ranks_must_divide_the_batch() -> None:
 
 
 def test_a_text_too_short_for_one_sequence_is_refused() -> None:
-    assert stream(8).num_windows == 1
+    assert stream(8).num_windows == [1]
     with pytest.raises(DataError, match=r"site 'paris' has 7 tokens.*seq_len = 7 needs 8"):
         stream(7)

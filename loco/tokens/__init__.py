@@ -1,0 +1,17 @@
+"""Token files: `loco data prepare` makes them of any text, `loco.data` trains on them.
+
+Importing this package does not import torch: every process that tokenises would wait for it.
+"""
+
+from loco.tokens.prepared import check_prepared, is_prepared, load_prepared, read_manifest
+from loco.tokens.shards import Tokens, TokenSequence, join
+
+__all__ = [
+    "TokenSequence",
+    "Tokens",
+    "check_prepared",
+    "is_prepared",
+    "join",
+    "load_prepared",
+    "read_manifest",
+]

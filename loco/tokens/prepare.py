@@ -1,0 +1,277 @@
+"""`loco data prepare`: tokenise files in parallel into a directory of token shards.
+
+Each item of text becomes its own shard, written aside and renamed; work that was interrupted at any
+moment goes on with the items that are missing, and ends with the same bytes. Which documents are
+held out for validation is a function of their text, so that copies of one never lie on both sides.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from pydantic import TypeAdapter
+
+from loco.digest import file_digest
+from loco.errors import ConfigError, DataError, LocoError
+from loco.tokens.prepared import MANIFEST, Manifest, Shard, Split, dump, read_manifest
+from loco.tokens.shards import Array
+from loco.tokens.sources import Item, cut_items, find_files
+from loco.tokens.tokenizer import BYTES, end_of_text, make_encoder, tokenizer_file
+
+WORK = "work.json"  # the manifest of what is being made, without shards
+TOKENIZER = "tokenizer.json"
+BATCH = 256  # documents tokenised at a time
+HELD_OUT_STEPS = 1_000_000
+_SHARDS = TypeAdapter(list[Shard])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The flags of `loco data prepare`."""
+
+    inputs: list[Path]
+    out: Path
+    tokenizer: str
+    """`bytes`, a tokenizer.json, or a directory that holds one."""
+    end_of_text: str | None
+    """Token after each document; None: what the tokenizer's directory states."""
+    field: str
+    """Field or column with the text, in jsonl and parquet."""
+    held_out: float
+    """Share of the documents that become the validation split."""
+    jobs: int
+    """Processes."""
+    item_bytes: int
+    """Text of one shard, about."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes of text done, all bytes)."""
+
+
+def prepare(options: Options, progress: Progress) -> Manifest:
+    """Make `options.out`, or what is missing of it; returns its manifest.
+
+    Raises:
+        ConfigError: an option out of range, or `out` belongs to other inputs or settings.
+        DataError: an input that cannot be read; shards made before it stay for the next try.
+    """
+    _check(options)
+    items = cut_items(
+        find_files(options.inputs), field=options.field, item_bytes=options.item_bytes
+    )
+    if not items:
+        raise DataError(f"the inputs are empty: {', '.join(map(str, options.inputs))}")
+    wanted = _wanted(options, items)
+    if (options.out / MANIFEST).exists():
+        return _finished(options.out, wanted)
+    _begin(options, wanted)
+    _make_missing(options, wanted, items, progress)
+    return _finish(options.out, wanted, items)
+
+
+def _check(options: Options) -> None:
+    if not 0 <= options.held_out < 1:
+        raise ConfigError(f"--held-out {options.held_out} is out of range: 0 to below 1")
+    if not 1 <= options.jobs <= 1024:
+        raise ConfigError(f"--jobs {options.jobs} is out of range: 1 to 1024")
+    if options.tokenizer == BYTES and options.end_of_text is not None:
+        raise ConfigError(
+            "--end-of-text goes with a tokenizer.json; bytes end a document with an empty line"
+        )
+
+
+def _wanted(options: Options, items: list[Item]) -> Manifest:
+    """The manifest that this work will have, but for its shards."""
+    name, digest, end = BYTES, "", ""
+    if options.tokenizer != BYTES:
+        file = tokenizer_file(options.tokenizer)
+        name, digest = str(file.resolve()), file_digest(file).hex()
+        end = options.end_of_text or end_of_text(file)
+    paths = dict.fromkeys(part.path.resolve() for item in items for part in item.parts)
+    return Manifest(
+        tokenizer=name,
+        tokenizer_digest=digest,
+        vocab_size=make_encoder(name, end).vocab_size,
+        settings={
+            "end_of_text": end,
+            "field": options.field,
+            "held_out": str(options.held_out),
+            "item_bytes": str(options.item_bytes),
+        },
+        sources=[f"{p} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in paths],
+        shards=[],
+    )
+
+
+def _finished(out: Path, wanted: Manifest) -> Manifest:
+    found = read_manifest(out)
+    _refuse_other_work(out, found, wanted)
+    return found
+
+
+def _begin(options: Options, wanted: Manifest) -> None:
+    out = options.out
+    if (out / WORK).exists():
+        started = Manifest.model_validate_json((out / WORK).read_text(encoding="utf-8"))
+        _refuse_other_work(out, started, wanted)
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty directory: choose another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if wanted.tokenizer != BYTES:
+            shutil.copyfile(wanted.tokenizer, out / TOKENIZER)
+        _write_aside(out / WORK, dump(wanted).encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out}: {error.strerror}") from error
+
+
+def _refuse_other_work(out: Path, found: Manifest, wanted: Manifest) -> None:
+    for key, value in wanted.model_dump(exclude={"shards"}).items():
+        if getattr(found, key) != value:
+            raise ConfigError(
+                f"{out} belongs to a corpus with other {key}: it was {getattr(found, key)!r}, now "
+                f"it is {value!r}; choose another --out"
+            )
+
+
+def _make_missing(
+    options: Options, wanted: Manifest, items: list[Item], progress: Progress
+) -> None:
+    total = sum(item.size_bytes for item in items)
+    missing = [item for item in items if not _record(options.out, item).exists()]
+    done = total - sum(item.size_bytes for item in missing)
+    progress(done, total)
+    for item in _in_processes(options, wanted, missing):
+        done += item.size_bytes
+        progress(done, total)
+
+
+def _in_processes(options: Options, wanted: Manifest, items: list[Item]) -> Iterator[Item]:
+    """Each item once it is made; few wait in the queue, so that Ctrl+C ends soon."""
+    context = multiprocessing.get_context("spawn")  # gRPC and tokenizers do not survive a fork
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        waiting = iter(items)
+        running: dict[Future[None], Item] = {}
+        try:
+            while True:
+                while len(running) < 2 * options.jobs and (item := next(waiting, None)):
+                    running[pool.submit(make_shard, item, options.out, wanted)] = item
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    future.result()
+                    yield running.pop(future)
+        except BrokenProcessPool as error:
+            raise LocoError(
+                "a process that tokenised was killed, probably for want of memory: use fewer "
+                "--jobs, then start again: what is done stays"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def make_shard(item: Item, out: Path, wanted: Manifest) -> None:
+    """Tokenise one item and write its token files, then the record of them."""
+    encoder = make_encoder(wanted.tokenizer, wanted.settings["end_of_text"])
+    held_out = round(float(wanted.settings["held_out"]) * HELD_OUT_STEPS)
+    writers = {split: _Writer(encoder.vocab_size) for split in ("train", "validation")}
+    for documents in _batches(item.documents()):
+        for text, tokens in zip(documents, encoder.encode(documents), strict=True):
+            raw = text.encode()
+            kept = xxhash.xxh3_64_intdigest(raw) % HELD_OUT_STEPS >= held_out
+            writers["train" if kept else "validation"].add(tokens, len(raw))
+    shards = [
+        writer.write(out, split, item.number)  # type: ignore[arg-type]
+        for split, writer in writers.items()
+        if writer.num_documents
+    ]
+    _write_aside(_record(out, item), _SHARDS.dump_json(shards))
+
+
+class _Writer:
+    """Collects the tokens of one split of one item."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._dtype = np.min_scalar_type(vocab_size - 1)
+        self._tokens: list[Array] = []
+        self._num_bytes = 0
+        self.num_documents = 0
+
+    def add(self, tokens: Array, num_bytes: int) -> None:
+        self._tokens.append(tokens.astype(self._dtype, copy=False))
+        self._num_bytes += num_bytes
+        self.num_documents += 1
+
+    def write(self, out: Path, split: Split, number: int) -> Shard:
+        tokens = np.concatenate(self._tokens)
+        path = out / f"{split}-{number:05}.npy"
+        aside = path.with_suffix(".partial")
+        with aside.open("wb") as file:
+            np.save(file, tokens, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        return Shard(
+            split=split,
+            file=path.name,
+            num_tokens=len(tokens),
+            num_bytes=self._num_bytes,
+            num_documents=self.num_documents,
+            digest=file_digest(path).hex(),
+        )
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Documents without text are left out: they would only separate."""
+    batch: list[str] = []
+    for text in documents:
+        if text:
+            batch.append(text)
+        if len(batch) == BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _finish(out: Path, wanted: Manifest, items: list[Item]) -> Manifest:
+    shards = [
+        shard for item in items for shard in _SHARDS.validate_json(_record(out, item).read_bytes())
+    ]
+    if not any(shard.split == "train" for shard in shards):
+        raise DataError("the inputs hold no text to train on")
+    if float(wanted.settings["held_out"]) and not any(s.split == "validation" for s in shards):
+        raise DataError(
+            f"none of {sum(s.num_documents for s in shards)} documents was held out for "
+            f"validation at --held-out {wanted.settings['held_out']}: raise it, in another --out"
+        )
+    manifest = wanted.model_copy(update={"shards": shards})
+    _write_aside(out / MANIFEST, dump(manifest).encode())
+    for item in items:
+        _record(out, item).unlink()
+    (out / WORK).unlink()
+    return manifest
+
+
+def _record(out: Path, item: Item) -> Path:
+    return out / f"item-{item.number:05}.json"
+
+
+def _write_aside(path: Path, content: bytes) -> None:
+    aside = path.with_name(path.name + ".partial")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

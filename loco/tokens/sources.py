@@ -1,0 +1,180 @@
+"""Local files of documents, cut in items that are tokenised independently: one item, one shard.
+
+    .txt       a document a file; a file larger than 1 MiB is cut at line ends into several
+    .jsonl     a document a line, in one field
+    .parquet   a document a row, in one column (needs pyarrow)
+
+An item is a pure function of the files' sizes, so that work that was interrupted is cut alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loco.errors import ConfigError, DataError
+
+KINDS = (".txt", ".jsonl", ".parquet")
+DOCUMENT_BYTES = 1 << 20
+ITEM_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Bytes `start` to `stop` of a text or jsonl file, or those row groups of a parquet file."""
+
+    path: Path
+    start: int
+    stop: int
+    size_bytes: int
+    """About as much text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """The parts that become one shard."""
+
+    number: int
+    parts: tuple[Part, ...]
+    field: str
+    """Of jsonl and parquet."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    def documents(self) -> Iterator[str]:
+        """The texts, in order; DataError names file and place of what cannot be read."""
+        for part in self.parts:
+            read = {".txt": _texts, ".jsonl": _lines, ".parquet": _rows}[part.path.suffix]
+            yield from read(part, self.field)
+
+
+def find_files(inputs: list[Path]) -> list[Path]:
+    """The files of the inputs, directories searched by name; DataError if there is none."""
+    files: list[Path] = []
+    for path in inputs:
+        if not path.exists():
+            raise DataError(f"input {path} does not exist")
+        found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        known = [p for p in found if p.suffix in KINDS]
+        if not known:
+            raise DataError(f"input {path} holds no file of the kinds {', '.join(KINDS)}")
+        files += known
+    return files
+
+
+def cut_items(files: list[Path], *, field: str, item_bytes: int = ITEM_BYTES) -> list[Item]:
+    """All of the files in items of about `item_bytes`."""
+    items: list[Item] = []
+    waiting: list[Part] = []
+    for part in (part for path in files for part in _parts(path, item_bytes)):
+        waiting.append(part)
+        if sum(p.size_bytes for p in waiting) >= item_bytes:
+            items.append(Item(number=len(items), parts=tuple(waiting), field=field))
+            waiting = []
+    if waiting:
+        items.append(Item(number=len(items), parts=tuple(waiting), field=field))
+    return items
+
+
+def _parts(path: Path, item_bytes: int) -> Iterator[Part]:
+    if path.suffix == ".parquet":
+        yield from _row_groups(path)
+        return
+    size = path.stat().st_size
+    for start in range(0, size, item_bytes):
+        stop = min(size, start + item_bytes)
+        yield Part(path=path, start=start, stop=stop, size_bytes=stop - start)
+
+
+def _whole_lines(part: Part) -> Iterator[bytes]:
+    """The lines that begin inside the part."""
+    try:
+        with part.path.open("rb") as file:
+            if part.start:
+                file.seek(part.start - 1)
+                file.readline()
+            while file.tell() < part.stop and (line := file.readline()):
+                yield line
+    except OSError as error:
+        raise DataError(f"cannot read {part.path}: {error.strerror}") from error
+
+
+def _texts(part: Part, _field: str) -> Iterator[str]:
+    waiting, size = [], 0
+    for line in _whole_lines(part):
+        waiting.append(line)
+        size += len(line)
+        if size >= DOCUMENT_BYTES:
+            yield _decode(b"".join(waiting), part)
+            waiting, size = [], 0
+    if waiting:
+        yield _decode(b"".join(waiting), part)
+
+
+def _lines(part: Part, field: str) -> Iterator[str]:
+    for line in _whole_lines(part):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(_decode(line, part))
+        except ValueError as error:
+            raise DataError(f"{part.path}: the line {_shown(line)} is not JSON: {error}") from error
+        text = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            known = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise DataError(
+                f"{part.path}: the line {_shown(line)} has no text in field {field!r} (it has "
+                f"{known}): choose another --field"
+            )
+        yield text
+
+
+def _row_groups(path: Path) -> Iterator[Part]:
+    file = _parquet(path)
+    for number in range(file.num_row_groups):
+        size = file.metadata.row_group(number).total_byte_size
+        yield Part(path=path, start=number, stop=number + 1, size_bytes=size)
+
+
+def _rows(part: Part, field: str) -> Iterator[str]:
+    file = _parquet(part.path)
+    if field not in file.schema_arrow.names:
+        raise DataError(
+            f"{part.path} has no column {field!r} (it has {', '.join(file.schema_arrow.names)}): "
+            "choose another --field"
+        )
+    for number in range(part.start, part.stop):
+        for text in file.read_row_group(number, columns=[field])[field].to_pylist():
+            if not isinstance(text, str):
+                raise DataError(f"{part.path}: a row's {field!r} is {text!r}, not text")
+            yield text
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ConfigError(f"{path} needs the pyarrow library: pip install 'loco[hf]'") from None
+    try:
+        return ParquetFile(path)
+    except (OSError, ArrowException) as error:
+        raise DataError(f"{path} is not a parquet file: {error}") from error
+
+
+def _decode(text: bytes, part: Part) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{part.path} is not UTF-8 near {_shown(text[max(0, error.start - 20) :])}: convert it"
+        ) from error
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:60])

@@ -1,0 +1,260 @@
+"""`loco data prepare` against documents joined by hand, against itself interrupted, and damaged.
+
+Run alone: pytest tests/loco/tokens/test_prepare.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cluster import run_loco
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from loco.data import load_tokens
+from loco.errors import ConfigError, DataError
+from loco.tokens import check_prepared, load_prepared
+from loco.tokens.prepare import Options, prepare
+from loco.tokens.prepared import MANIFEST, Manifest
+from loco.tokens.sources import cut_items
+
+DOCUMENTS = [f"Document {i}: {'ab¢ ' * (i % 7)}€ {i * i}." for i in range(400)]
+HELD_OUT = 0.2
+
+
+def is_held_out(text: str) -> bool:
+    return xxhash.xxh3_64_intdigest(text.encode()) % 1_000_000 < HELD_OUT * 1_000_000
+
+
+def expected(documents: list[str], *, held_out: bool) -> bytes:
+    return b"".join(f"{d}\n\n".encode() for d in documents if is_held_out(d) == held_out)
+
+
+def write_jsonl(path: Path, documents: list[str] = DOCUMENTS) -> Path:
+    path.write_text("".join(json.dumps({"text": d, "id": 1}) + "\n" for d in documents))
+    return path
+
+
+def options(inputs: list[Path], out: Path, **changes: Any) -> Options:
+    flags: dict[str, Any] = {
+        "tokenizer": "bytes", "end_of_text": None, "field": "text", "held_out": HELD_OUT,
+        "jobs": 1, "item_bytes": 3000,
+    }  # fmt: skip
+    return Options(inputs=inputs, out=out, **{**flags, **changes})
+
+
+def quiet(done: int, total: int) -> None:
+    pass
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def make_tokenizer(directory: Path) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(DOCUMENTS, trainer)
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return tokenizer
+
+
+def test_tokens_are_the_documents_each_ended_by_an_empty_line(tmp_path: Path) -> None:
+    manifest = prepare(options([write_jsonl(tmp_path / "a.jsonl")], tmp_path / "out"), quiet)
+    assert len({shard.file for shard in manifest.shards if shard.split == "train"}) > 4
+    for split, held_out in (("train", False), ("validation", True)):
+        tokens = load_tokens(str(tmp_path / "out"), split)  # type: ignore[arg-type]
+        assert tokens.tobytes() == expected(DOCUMENTS, held_out=held_out)
+        assert tokens.vocab_size == 256
+    assert sum(shard.num_documents for shard in manifest.shards) == len(DOCUMENTS)
+    raw = sum(len(d.encode()) for d in DOCUMENTS)
+    assert sum(shard.num_bytes for shard in manifest.shards) == raw
+    assert check_prepared(tmp_path / "out") == []
+    assert all(name == MANIFEST or name.endswith(".npy") for name in files_of(tmp_path / "out"))
+
+
+def test_two_processes_give_the_same_files_as_one(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl")
+    for jobs in (1, 2):
+        prepare(options([source], tmp_path / str(jobs), jobs=jobs), quiet)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+
+
+def test_interrupted_work_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl")
+    whole = prepare(options([source], tmp_path / "whole"), quiet)
+    half = 0
+
+    def interrupt(done: int, total: int) -> None:
+        nonlocal half
+        half = done
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options([source], tmp_path / "out"), interrupt)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+    with pytest.raises(DataError, match=r"holds no manifest\.json that can be read"):
+        check_prepared(tmp_path / "out")
+    kept = {n: (tmp_path / "out" / n).stat().st_mtime_ns for n in ("train-00000.npy",)}
+    (tmp_path / "out" / "train-00009.partial").write_bytes(b"torn")
+    told: list[int] = []
+    assert prepare(options([source], tmp_path / "out"), lambda d, t: told.append(d)) == whole
+    assert told[0] >= half  # what was done is not done again
+    assert {n: (tmp_path / "out" / n).stat().st_mtime_ns for n in kept} == kept
+    (tmp_path / "out" / "train-00009.partial").unlink(missing_ok=True)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert prepare(options([source], tmp_path / "out"), quiet) == whole  # and once more: nothing
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"field": "body"}, "belongs to a corpus with other settings"),
+        ({"held_out": 0.5}, "belongs to a corpus with other settings"),
+    ],
+)
+def test_a_directory_of_other_work_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl")
+    prepare(options([source], tmp_path / "out"), quiet)
+    with pytest.raises(ConfigError, match=said):
+        prepare(options([source], tmp_path / "out", **changes), quiet)
+    write_jsonl(source, DOCUMENTS[:-1])
+    with pytest.raises(ConfigError, match="belongs to a corpus with other sources"):
+        prepare(options([source], tmp_path / "out"), quiet)
+    with pytest.raises(ConfigError, match="exists and is not an empty directory"):
+        prepare(options([source], tmp_path), quiet)
+
+
+def test_a_tokenizer_gives_the_ids_of_its_library(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    source = write_jsonl(tmp_path / "a.jsonl")
+    out = tmp_path / "out"
+    manifest = prepare(options([source], out, tokenizer=str(tmp_path / "tokenizer")), quiet)
+    tokens = load_prepared(out, "train")
+    end = tokenizer.token_to_id("<end>")
+    kept = [d for d in DOCUMENTS if not is_held_out(d)]
+    assert tokens[np.arange(len(tokens))].tolist() == [
+        token for d in kept for token in [*tokenizer.encode(d).ids, end]
+    ]
+    assert tokens.shards[0].dtype == np.uint16
+    assert tokens.vocab_size == manifest.vocab_size == 300
+    assert tokens.bytes_per_token == sum(len(d.encode()) for d in kept) / len(tokens)
+    assert (out / "tokenizer.json").read_bytes() == (
+        tmp_path / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+    with pytest.raises(DataError, match="has no token '<stop>': name the one that ends"):
+        prepare(
+            options(
+                [source],
+                tmp_path / "b",
+                tokenizer=str(tmp_path / "tokenizer"),
+                end_of_text="<stop>",
+            ),
+            quiet,
+        )
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match=r"no tokenizer_config\.json states an eos_token"):
+        prepare(options([source], tmp_path / "b", tokenizer=str(tmp_path / "tokenizer")), quiet)
+
+
+def test_parquet_and_jsonl_of_the_same_documents_are_the_same_tokens(tmp_path: Path) -> None:
+    table = pa.table({"text": DOCUMENTS, "n": list(range(len(DOCUMENTS)))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=70)
+    prepare(options([tmp_path / "a.parquet"], tmp_path / "out"), quiet)
+    assert load_prepared(tmp_path / "out", "train").tobytes() == expected(DOCUMENTS, held_out=False)
+
+
+def test_a_text_file_is_one_document_and_a_directory_is_read_by_name(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    texts = [f"line one of {i}\nline two\n" for i in range(40)]
+    for i, text in enumerate(texts):
+        (tmp_path / "in" / f"{i:02}.txt").write_text(text)
+    prepare(options([tmp_path / "in"], tmp_path / "out", item_bytes=200), quiet)
+    assert load_prepared(tmp_path / "out", "train").tobytes() == expected(texts, held_out=False)
+
+
+@given(item_bytes=st.integers(1, 2000), lengths=st.lists(st.integers(0, 300), max_size=12))
+@settings(deadline=None, max_examples=60)
+def test_cutting_a_file_anywhere_neither_loses_nor_repeats_a_line(
+    item_bytes: int, lengths: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    documents = [f"{i}{'é' * length}" for i, length in enumerate(lengths)]
+    path.write_text("".join(json.dumps({"text": d}, ensure_ascii=False) + "\n" for d in documents))
+    items = cut_items([path], field="text", item_bytes=item_bytes)
+    assert [d for item in items for d in item.documents()] == documents
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', r"no text in field 'text' \(it has body\)"),
+        ("a.jsonl", b'{"text": 5}\n', "no text in field 'text'"),
+        ("a.jsonl", b"[1]\n", "no text in field 'text'"),
+        ("a.jsonl", b'{"text"\n', "is not JSON"),
+        ("a.txt", b"fine \xff not", "is not UTF-8 near"),
+        ("a.parquet", b"PAR1", "is not a parquet file"),
+        ("a.txt", b"", "the inputs are empty"),
+        ("a.csv", b"x", r"holds no file of the kinds \.txt, \.jsonl, \.parquet"),
+    ],
+)
+def test_what_cannot_be_read_is_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        prepare(options([tmp_path / name], tmp_path / "out"), quiet)
+
+
+def test_too_few_documents_to_hold_one_out_are_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:3])
+    with pytest.raises(DataError, match="none of 3 documents was held out"):
+        prepare(options([source], tmp_path / "out", held_out=1e-6), quiet)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(options([write_jsonl(tmp_path / "a.jsonl")], out), quiet)
+    first, second, third = sorted(out.glob("train-*.npy"))[:3]
+    raw = bytearray(first.read_bytes())
+    raw[-5] ^= 1
+    first.write_bytes(raw)
+    second.write_bytes(second.read_bytes()[:-1])
+    third.unlink()
+    faults = check_prepared(out)
+    assert [str(path) in fault for path, fault in zip((first, second, third), faults, strict=True)]
+    assert "another digest" in faults[0]
+    with pytest.raises(DataError, match="cannot read the token file"):
+        load_prepared(out, "train")
+    manifest = Manifest.model_validate_json((out / MANIFEST).read_text())
+    assert len(manifest.shards) > 3
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
+    done = run_loco("data", "prepare", str(source), "--out", str(out), "--held-out", "0.2")
+    assert done.returncode == 0, done.stderr
+    kept = sum(not is_held_out(d) for d in DOCUMENTS)
+    assert f"of {kept} documents, 1 shards" in done.stdout
+    assert run_loco("data", "check", str(out)).stdout == "2 shards: 0 faults\n"
+    (out / "train-00000.npy").unlink()
+    assert run_loco("data", "check", str(out)).returncode == 1
+    again = run_loco("data", "prepare", str(source), "--out", str(out), "--held-out", "1.5")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == "loco: --held-out 1.5 is out of range: 0 to below 1\n"
