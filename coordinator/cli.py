@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from loco.commands import Bundle, Insecure
+
 Config = Annotated[Path, typer.Argument(help="The run's config; `loco init` writes one.")]
 State = Annotated[Path, typer.Option(help="State directory of the run.")]
 
@@ -30,6 +32,8 @@ def coordinator(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where Prometheus scrapes /metrics.")
     ] = None,
+    bundle: Bundle = None,
+    insecure: Insecure = False,
 ) -> None:
     """Serve a run: aggregate the sites' contributions, round after round.
 
@@ -38,7 +42,8 @@ def coordinator(
     """
     import asyncio
 
-    from coordinator.server import open_run, serve
+    from coordinator.keys import Keys
+    from coordinator.server import Where, check_plaintext, open_run, serve
     from loco.log import start_logging
     from loco.processes import interrupt_on_sigterm
     from loco.wire.protocol import split_address
@@ -48,7 +53,10 @@ def coordinator(
         if address is not None:
             split_address(address)
     start_logging("coordinator")
-    asyncio.run(serve(open_run(config, state), listen=listen, metrics=metrics))
+    keys = Keys(bundle) if bundle is not None else None
+    where = Where(listen=listen, metrics=metrics, keys=keys)
+    check_plaintext(where, insecure=insecure)
+    asyncio.run(serve(open_run(config, state), where))
 
 
 def export(

@@ -34,6 +34,7 @@ from coordinator.events import (
     SiteQuarantined,
 )
 from coordinator.history import HISTORY_FILE, RUN, History, HistoryFile
+from coordinator.keys import Keys
 from coordinator.measure import directory_bytes, measure_update, support_overlap
 from coordinator.notes import Note, order_words
 from coordinator.state import State, Update
@@ -41,6 +42,7 @@ from coordinator.status import status_document
 from coordinator.store import Store
 from coordinator.told import Told
 from coordinator.tracing import traces_if_wanted
+from loco.certs.identity import Identity
 from loco.log import log_fields
 from loco.metrics import ORDERS, PHASES, STATES, CoordinatorMetrics
 from loco.outer import alpha_at, k_at
@@ -51,6 +53,7 @@ log = logging.getLogger("loco.coordinator")
 # Longer than the usual scrape interval, so that Prometheus gets the last bytes of a site that left.
 LINGER_SECONDS = 120.0
 HOUSEKEEPING_SECONDS = 1.0
+PLAINTEXT_SAID_SECONDS = 600.0
 _DISK_SECONDS = 30.0
 _KEPT_NOTES = 50
 _TRANSFERS = {"up": ("push", "contribution"), "down": ("pull", "update")}  # phase, kind of bytes
@@ -59,7 +62,15 @@ _TRANSFERS = {"up": ("push", "contribution"), "down": ("pull", "update")}  # pha
 class Monitor:
     """`observe` is called by the engine, `heartbeat` and others by the service."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float] = time.time,
+        *,
+        keys: Keys | None = None,
+        plaintext: bool = False,
+    ) -> None:
+        """`plaintext`: others than this machine reach the coordinator without a certificate."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.metrics = CoordinatorMetrics(self.registry)
@@ -70,6 +81,9 @@ class Monitor:
         self.refusals: deque[Note] = deque(maxlen=_KEPT_NOTES)
         self.notes: deque[Note] = deque(maxlen=_KEPT_NOTES)
         self.bits_per_value_up: float | None = None  # of the last committed round
+        self.plaintext = plaintext
+        self._keys = keys
+        self._plaintext_said_at = -math.inf
         self._clock = clock
         self._decoded: dict[tuple[str, int], int] = {}  # site, shard -> values; of the open round
         self._unmeasured: dict[int, dict[str, int]] = {}  # round -> values by included site
@@ -90,6 +104,7 @@ class Monitor:
         run.min_sites.set(config.quorum.min_sites)
         run.deadline.set(config.quorum.deadline_seconds)
         run.progress_at.set(self.started_at)
+        run.plaintext.set(self.plaintext)
         self.metrics.codec.dense_bytes.set(self.store.layout.dense_bytes)
         codec = self.metrics.codec
         for unknown in (
@@ -288,6 +303,12 @@ class Monitor:
         self.metrics.run.rejections.labels(reason).inc()
         self.refusals.append(Note(at=self._clock(), what=reason, message=message))
 
+    def certificate(self, identity: Identity) -> None:
+        """A site has shown this certificate."""
+        if identity.name in self._visible:
+            gauge = self.metrics.sites.certificate_expiry
+            gauge.labels(identity.name).set(identity.not_after)
+
     def digest_mismatch(self, site: str) -> None:
         self.metrics.sites.digest_mismatches.labels(site).inc()
 
@@ -375,6 +396,7 @@ class Monitor:
 
     async def housekeeping(self) -> None:
         """One turn of `keep_house`."""
+        self._watch_credentials()
         for round_ in list(self._unmeasured):
             await self._measure_update(round_, self._unmeasured.pop(round_))
         rows = self.history.take_unwritten()
@@ -387,6 +409,19 @@ class Monitor:
             self.metrics.state.bytes.set(used)
             self.metrics.state.disk_free.set(disk.free)
             self.metrics.state.disk_size.set(disk.total)
+
+    def _watch_credentials(self) -> None:
+        if self._keys is not None:
+            self._keys.look()
+            bundle, gauge = self._keys.bundle, self.metrics.run.certificate_expiry
+            gauge.labels("coordinator").set(bundle.identity.not_after)
+            gauge.labels("authority").set(bundle.authority.not_valid_after_utc.timestamp())
+        if self.plaintext and time.monotonic() - self._plaintext_said_at > PLAINTEXT_SAID_SECONDS:
+            self._plaintext_said_at = time.monotonic()
+            log.warning(
+                "PLAINTEXT (--insecure): everyone who reaches this address may read and command; "
+                "loco certs init makes certificates"
+            )
 
     async def _measure_update(self, round_: int, values_by_site: dict[str, int]) -> None:
         path = self.store.update(round_)

@@ -16,14 +16,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from coordinator.audit import Audit
 from coordinator.engine import Engine
 from coordinator.files import write_aside
+from coordinator.gate import Gate
+from coordinator.keys import Keys
+from coordinator.limits import Limits
 from coordinator.monitor import Monitor
 from coordinator.service import Service
 from coordinator.store import Store
 from coordinator.web import web_server
 from loco.config import Config, load_config
 from loco.errors import ConfigError
+from loco.wire.access import is_loopback
 from loco.wire.protocol import SERVER_OPTIONS, split_address
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
@@ -40,13 +45,14 @@ def open_run(config_path: Path, state: Path) -> Store:
     if not Store.exists(state):
         return _create_run(config, state)
     store = Store.open(state)
-    if store.config != config:
+    if store.config.model_copy(update={"limits": config.limits}) != config:
         store.close()
         changed = ", ".join(_differences(store.config, config))
         raise ConfigError(
             f"{config_path} differs from the config that the run in {state} was created with "
             f"({changed}); restore it, or start a new run with another --state"
         )
+    store.config = config
     return store
 
 
@@ -63,7 +69,7 @@ def _create_run(config: Config, state: Path) -> Store:
 
 
 def _differences(old: Config, new: Config) -> Iterator[str]:
-    for section in type(old).model_fields:
+    for section in type(old).model_fields.keys() - {"limits"}:
         before, after = getattr(old, section), getattr(new, section)
         for key in type(before).model_fields:
             if getattr(before, key) != getattr(after, key):
@@ -80,29 +86,59 @@ class Running:
     monitor: Monitor
 
 
-async def serve(store: Store, *, listen: str, metrics: str | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """At which addresses the coordinator answers, and to whom."""
+
+    listen: str
+    """HOST:PORT for sites, operators and readers."""
+    metrics: str | None = None
+    """HOST:PORT of page and metrics."""
+    keys: Keys | None = None
+    """None: plaintext, to everyone who reaches the address."""
+
+
+def check_plaintext(where: Where, *, insecure: bool) -> None:
+    """ConfigError where plaintext would leave this machine and nobody has said so."""
+    for flag, address in (("--listen", where.listen), ("--metrics", where.metrics)):
+        if address is None:
+            continue
+        exposed = where.keys is None and not is_loopback(split_address(address)[0])
+        if exposed and not insecure:
+            raise ConfigError(
+                f"{flag} {address} is reached from other machines, and without --bundle everyone "
+                "may read and command there: make one (loco certs init), or say --insecure"
+            )
+    if insecure and where.keys is not None:
+        raise ConfigError("--bundle and --insecure exclude each other: leave one out")
+
+
+async def serve(store: Store, where: Where) -> None:
     """Serve the run until SIGTERM or SIGINT, or until the engine fails."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with running(store, listen=listen, metrics=metrics) as coordinator:
+    async with running(store, where) as coordinator:
         await _until_told_to_stop(coordinator.engine, stop)
         log.info("draining")
 
 
 @contextlib.asynccontextmanager
-async def running(store: Store, *, listen: str, metrics: str | None) -> AsyncIterator[Running]:
-    """Answer on `listen` while the block runs; then drain, and close the store.
+async def running(store: Store, where: Where) -> AsyncIterator[Running]:
+    """Answer while the block runs; then drain, and close the store.
 
     The address, with the port that was given for port 0, is in `address` of the state directory.
     """
-    monitor = Monitor(store)
+    plaintext = where.keys is None and not is_loopback(split_address(where.listen)[0])
+    monitor = Monitor(store, keys=where.keys, plaintext=plaintext)
     engine = Engine(store, monitor.observe)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    audit = Audit(store.directory)
+    gate = Gate(where.keys, Limits(store.config.limits), monitor, audit)
+    server = grpc.aio.server(interceptors=(gate,), options=_options(store.config))
     pb_grpc.add_CoordinatorServiceServicer_to_server(Service(engine, monitor), server)
     await _add_standard_services(server)
-    address = f"{split_address(listen)[0]}:{_bind(server, listen)}"
-    pages_served = web_server(metrics, monitor, lambda: engine.state)
+    address = f"{split_address(where.listen)[0]}:{_bind(server, where)}"
+    pages_served = web_server(where.metrics, monitor, lambda: engine.state)
     async with pages_served as pages, _keeping_house(monitor):
         await engine.start()
         await server.start()
@@ -123,6 +159,7 @@ async def running(store: Store, *, listen: str, metrics: str | None) -> AsyncIte
             engine.drain()
             await server.stop(DRAIN_SECONDS)
             await engine.stop()
+            audit.close()
 
 
 @contextlib.asynccontextmanager
@@ -137,12 +174,18 @@ async def _keeping_house(monitor: Monitor) -> AsyncIterator[None]:
         await monitor.close()
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> int:
+def _options(config: Config) -> tuple[tuple[str, int], ...]:
+    return (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", config.limits.connections))
+
+
+def _bind(server: grpc.aio.Server, where: Where) -> int:
     try:
-        return server.add_insecure_port(listen)
+        if where.keys is None:
+            return server.add_insecure_port(where.listen)
+        return server.add_secure_port(where.listen, where.keys.credentials())
     except RuntimeError as error:
         raise ConfigError(
-            f"cannot listen on {listen}: the port is in use or the address is not of this "
+            f"cannot listen on {where.listen}: the port is in use or the address is not of this "
             "machine; is another coordinator running? give another --listen"
         ) from error
 

@@ -1,7 +1,8 @@
 """The gRPC service: translates between the wire and the engine.
 
-Every request is metered, checked for membership where it needs one, and answered, or refused with
-a reason in words. Files and decoding happen in threads, never on the event loop.
+Every request that the gate let in is metered, checked for membership where it needs one, and
+answered, or refused (RefusedRequest, which the gate turns into gRPC's answer). Files and decoding
+happen in threads, never on the event loop.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from loco.errors import ConfigError
 from loco.layout import Layout
 from loco.outer import k_at
 from loco.wire.blocks import make_block
-from loco.wire.protocol import BLOCK_BYTES, PROTOCOL_VERSION, REASON_KEY, wire_size
+from loco.wire.protocol import BLOCK_BYTES, PROTOCOL_VERSION, wire_size
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
@@ -54,50 +55,46 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     # --- the verbs ------------------------------------------------------------------------------
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        return await self._unary(self._get_run, request, context, site="")
+        return await self._unary(self._get_run, request, site="")
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
-        return await self._unary(self._join, request, context, site=request.site)
+        return await self._unary(self._join, request, site=request.site)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
-        return await self._unary(self._heartbeat, request, context, site=request.caller.site)
+        return await self._unary(self._heartbeat, request, site=request.caller.site)
 
     async def WaitRound(
         self, request: pb.WaitRoundRequest, context: Context
     ) -> pb.WaitRoundResponse:
-        return await self._unary(self._wait_round, request, context, site=request.caller.site)
+        return await self._unary(self._wait_round, request, site=request.caller.site)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        return await self._unary(self._leave, request, context, site=request.caller.site)
+        return await self._unary(self._leave, request, site=request.caller.site)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return await self._unary(self._status, request, context, site="")
+        return await self._unary(self._status, request, site="")
 
     async def Push(
         self, request_iterator: AsyncIterator[pb.PushRequest], context: Context
     ) -> pb.PushResponse:
-        try:
-            response = await self._uploads.receive(request_iterator)
-        except RefusedRequest as refused:
-            await self._refuse(context, refused)
-        return response
+        return await self._uploads.receive(request_iterator)
 
     async def PushOffset(
         self, request: pb.PushOffsetRequest, context: Context
     ) -> pb.PushOffsetResponse:
         site = request.header.caller.site
-        return await self._unary(self._push_offset, request, context, site=site)
+        return await self._unary(self._push_offset, request, site=site)
 
     async def Control(self, request: pb.ControlRequest, context: Context) -> pb.ControlResponse:
-        return await self._unary(self._control, request, context, site="")
+        return await self._unary(self._control, request, site="")
 
     async def Pull(
         self, request: pb.PullRequest, context: Context
     ) -> AsyncIterator[pb.PullResponse]:
         path = self._store.update(request.round)
-        async for block in self._download(request, path, "update", context):
+        async for block in self._download(request, path, "update"):
             response = pb.PullResponse(block=block)
             self._count(request.caller.site, "down", "update", response)
             yield response
@@ -107,7 +104,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     ) -> AsyncIterator[pb.SnapshotResponse]:
         found = [s.theta for s in self._store.snapshots.all() if s.round == request.round]
         path = found[0] if found else self._store.directory / "none"
-        async for block in self._download(request, path, "snapshot", context):
+        async for block in self._download(request, path, "snapshot"):
             response = pb.SnapshotResponse(block=block)
             self._count(request.caller.site, "down", "snapshot", response)
             yield response
@@ -295,47 +292,30 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         self,
         method: Callable[[RequestT], Awaitable[ResponseT]],
         request: RequestT,
-        context: Context,
         *,
         site: str,
     ) -> ResponseT:
         try:
             response = await method(request)
-        except RefusedRequest as refused:
-            await self._refuse(context, refused)
         finally:
             self._count(site, "up", "control", request)
         self._count(site, "down", "control", response)
         return response
 
     async def _download(
-        self, request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str, context: Context
+        self, request: pb.PullRequest | pb.SnapshotRequest, path: Path, kind: str
     ) -> AsyncIterator[pb.Block]:
         """The blocks of a file's range."""
         caller = request.caller
         self._count(caller.site, "up", "control", request)
-        try:
-            self._check_caller(caller)
-            file = _open_range(request, path, kind)
-        except RefusedRequest as refused:
-            await self._refuse(context, refused)
-        with file:
+        self._check_caller(caller)
+        with _open_range(request, path, kind) as file:
             left = request.length
             while left:
                 data = await asyncio.to_thread(file.read, min(BLOCK_BYTES, left))
                 left -= len(data)
                 await self._engine.heard(caller.site, caller.incarnation)
                 yield make_block(data)
-
-    async def _refuse(self, context: Context, refused: RefusedRequest) -> None:
-        if not refused.reason:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, refused.message)
-        self._monitor.refused(refused.reason, refused.message)
-        await context.abort(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            refused.message,
-            trailing_metadata=((REASON_KEY, refused.reason),),
-        )
 
     def _count(self, site: str, direction: str, kind: str, message: Message) -> None:
         self._monitor.count(site, direction, kind, wire_size(message))

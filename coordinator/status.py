@@ -45,6 +45,7 @@ def status_document(monitor: Monitor, state: State, now: float) -> dict[str, Any
         "phase": state.phase,
         "hold": state.hold,
         "waiting_for": waiting_for(state),
+        "plaintext": monitor.plaintext,
         "seconds_a_round": _seconds_a_round(monitor, state.round),
         "params": store.layout.num_parameters,
         "dense_bytes_per_round": store.layout.dense_bytes,

@@ -144,6 +144,16 @@ class Store:
         """Where an upload grows; apart from the contributions, whose directory may go meanwhile."""
         return self.directory / "incoming" / str(round_) / name
 
+    def uploaded_bytes(self, round_: int, site: str) -> int:
+        """What the site's uploads of a round take on disk, of all its incarnations."""
+        paths = (self.directory / kind / str(round_) for kind in ("incoming", "contributions"))
+        return sum(
+            entry.stat().st_size
+            for path in paths
+            if path.exists()
+            for entry in path.glob(f"{site}.*")
+        )
+
     def update(self, round_: int) -> Path:
         return self.directory / "updates" / str(round_)
 

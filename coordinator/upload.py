@@ -34,6 +34,7 @@ from loco.wire.v1 import coordinator_pb2 as pb
 Count = Callable[[str, str, str, Message], None]
 
 STALL_SECONDS = 60.0  # without a message: the stream ends, what came stays
+SLOW_AFTER_SECONDS = 60.0  # from then on a stream must have kept up with the least rate
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Uploads:
         self._engine = engine
         self._monitor = monitor
         self._count = count
+        self._limits = engine.store.config.limits
         self._writers: dict[Path, _Writer] = {}
 
     def offset(self, header: pb.PushHeader) -> int:
@@ -63,7 +65,7 @@ class Uploads:
 
     async def receive(self, requests: AsyncIterator[pb.PushRequest]) -> pb.PushResponse:
         """Accept or refuse the shard; a repeat gets the stored answer without its bytes."""
-        requests = _until_stalled(requests)
+        requests = _until_stalled(requests, self._limits.upload_bytes_per_second)
         first = await anext(requests, pb.PushRequest())
         header = first.header
         self._count(header.caller.site, "up", "contribution", first)
@@ -127,7 +129,21 @@ class Uploads:
                 f"shard {event.shard} of {event.site!r} declares {header.size_bytes} bytes and a "
                 f"digest of {len(header.digest)}; at most {limit} fit its rows, digests have 16",
             )
+        self._check_quota(event)
         return False
+
+    def _check_quota(self, event: ShardStored) -> None:
+        """Uploads that a site begins and leaves must not fill the disk."""
+        layout, limits = self._engine.store.layout, self._limits
+        most = int(limits.uploads_per_round * (8 * layout.num_elements + codec.HEADER_BYTES))
+        used = self._engine.store.uploaded_bytes(event.round, event.site)
+        if used + event.size_bytes > most:
+            raise RefusedRequest(
+                "quota",
+                f"uploads of {event.site!r} for round {event.round} take {used} bytes, and "
+                f"{event.size_bytes} more are too many: limits.uploads_per_round = "
+                f"{limits.uploads_per_round:g} allows {most}; wait for the next round",
+            )
 
     def _size_limit(self, event: ShardStored) -> int:
         rows = self._engine.store.layout.shard(event.shard, event.num_shards)
@@ -263,16 +279,28 @@ def _check_current(writer: _Writer) -> None:
         raise RefusedRequest("", "a newer stream uploads this shard")
 
 
-async def _until_stalled(requests: AsyncIterator[pb.PushRequest]) -> AsyncIterator[pb.PushRequest]:
-    """The same messages; a peer that sends none for too long ends the stream."""
+async def _until_stalled(
+    requests: AsyncIterator[pb.PushRequest], least_rate: float
+) -> AsyncIterator[pb.PushRequest]:
+    """The same messages; a peer that sends none for too long, or drop by drop, ends the stream."""
     iterator = aiter(requests)
+    began, received = time.monotonic(), 0
     while True:
         try:
-            yield await asyncio.wait_for(anext(iterator), STALL_SECONDS)
+            request = await asyncio.wait_for(anext(iterator), STALL_SECONDS)
         except StopAsyncIteration:
             return
         except TimeoutError:
             raise RefusedRequest("", f"nothing came for {STALL_SECONDS:.0f} s") from None
+        received += len(request.block.data)
+        elapsed = time.monotonic() - began
+        if received < least_rate * (elapsed - SLOW_AFTER_SECONDS):
+            raise RefusedRequest(
+                "slow",
+                f"{received} bytes came in {elapsed:.0f} s, limits.upload_bytes_per_second asks "
+                f"for {least_rate:g} a second: go on behind them over a better link",
+            )
+        yield request
 
 
 def _write_through(file: BinaryIO, data: bytes) -> None:

@@ -7,8 +7,15 @@ from typing import Annotated
 
 import typer
 
+from loco.certs.cli import certs_app
 from loco.codec_inspect import inspect
 from loco.data_commands import data_app
+
+Bundle = Annotated[
+    Path | None,
+    typer.Option(envvar="LOCO_BUNDLE", help="Your certificate and key, from loco certs issue."),
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Plaintext also beyond this machine.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -20,6 +27,7 @@ def register(app: typer.Typer) -> None:
     app.command()(inspect)
     app.command()(plan)
     app.add_typer(data_app, name="data", help="Make token files of text, and check them.")
+    app.add_typer(certs_app, name="certs", help="Make and revoke the certificates of a run.")
 
 
 def init(
@@ -45,16 +53,20 @@ def status(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The coordinator.")],
     watch: Annotated[bool, typer.Option(help="Refresh until Ctrl+C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    bundle: Bundle = None,
+    insecure: Insecure = False,
 ) -> None:
     """Show where a run stands."""
     from loco import status as view
+    from loco.wire.access import Access
 
+    access = Access(bundle=bundle, insecure=insecure)
     if as_json:
-        view.print_json(address)
+        view.print_json(address, access)
     elif watch:
-        view.watch(address)
+        view.watch(address, access)
     else:
-        view.print_once(address)
+        view.print_once(address, access)
 
 
 def control(
@@ -65,14 +77,17 @@ def control(
     argument: Annotated[
         str | None, typer.Argument(help="For set KEY=VALUE, for evict and readmit the site.")
     ] = None,
+    bundle: Bundle = None,
+    insecure: Insecure = False,
 ) -> None:
     """Change a running run: it takes effect at the next round boundary, on all sites.
 
     `set` knows outer.alpha, codec.k and inner.steps.
     """
     from loco.control import control as send
+    from loco.wire.access import Access
 
-    typer.echo(send(address, verb, argument))
+    typer.echo(send(address, verb, argument, Access(bundle=bundle, insecure=insecure)))
 
 
 def demo(

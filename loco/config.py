@@ -221,6 +221,24 @@ class StateConfig(_Section):
         return self
 
 
+class LimitsConfig(_Section):
+    """What one caller may ask of the coordinator; may change when it is started again."""
+
+    requests_per_second: Annotated[float, Field(gt=0.0)] = 200.0
+    """Calls a second on average, by certificate (in plaintext: by connection). A site makes about
+    one a second and rank."""
+    burst_seconds: Annotated[float, Field(gt=0.0)] = 5.0
+    """So many seconds' worth of calls may come at once."""
+    calls_at_once: PositiveInt = 1024
+    """Calls in progress at most; a site needs two a rank."""
+    upload_bytes_per_second: Annotated[float, Field(gt=0.0)] = 1024.0
+    """An upload that is slower, averaged from its second minute on, is ended; it may go on."""
+    uploads_per_round: Annotated[float, Field(ge=1.0)] = 3.0
+    """Disk that a site's uploads of one round may take, in largest possible contributions."""
+    connections: PositiveInt = 4096
+    """Connections of all callers together; further ones are closed before their handshake."""
+
+
 class EvalConfig(_Section):
     every_rounds: Annotated[int, Field(ge=0)] = 10
     """Evaluate theta on held-out text every so many rounds, at start and end; 0 = never."""
@@ -238,6 +256,7 @@ class Config(_Section):
     quorum: QuorumConfig = QuorumConfig()
     state: StateConfig = StateConfig()
     eval: EvalConfig = EvalConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @model_validator(mode="after")
     def _local_steps_hold_a_round(self) -> Self:

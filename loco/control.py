@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import grpc
 
-from loco.errors import ConfigError, UnreachableError
+from loco.errors import ConfigError
+from loco.wire.access import Access, Link
 from loco.wire.protocol import PROTOCOL_VERSION
-from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
-from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
 VERBS = ("set", "pause", "resume", "drain", "evict", "readmit", "snapshot")
 
 _TIMEOUT_SECONDS = 10.0
 
 
-def control(address: str, verb: str, argument: str | None) -> str:
+def control(address: str, verb: str, argument: str | None, access: Access) -> str:
     """Send one order; returns what will happen, in words.
 
     Raises:
@@ -23,18 +22,13 @@ def control(address: str, verb: str, argument: str | None) -> str:
         RefusedError, UnreachableError: as the coordinator answers, or does not.
     """
     request = _request(verb, argument)
-    with grpc.insecure_channel(address) as channel:
-        try:
-            answer = pb_grpc.CoordinatorServiceStub(channel).Control(
-                request, timeout=_TIMEOUT_SECONDS
-            )
-        except grpc.RpcError as error:
-            refused = refusal_of(error)
-            if refused is not None:
-                raise refused from None
-            raise UnreachableError(
-                f"no coordinator answers at {address} ({describe(error)})"
-            ) from None
+    link = Link(address, access)
+    try:
+        answer = link.stub.Control(request, timeout=_TIMEOUT_SECONDS)
+    except grpc.RpcError as error:
+        raise link.failure(error) from None
+    finally:
+        link.close()
     return answer.message
 
 

@@ -154,6 +154,16 @@ class RunMetrics:
         self.inner_steps = gauge("loco_inner_steps_per_round", "H of the current round.")
         self.alpha = gauge("loco_outer_alpha", "Outer learning rate of the current round.")
         self.k = gauge("loco_values_per_chunk", "k: values kept of each chunk in the round.")
+        self.plaintext = gauge(
+            "loco_plaintext",
+            "1 while everyone who reaches the coordinator's address may read and command in "
+            "plaintext (--insecure), else 0.",
+        )
+        self.certificate_expiry = gauge(
+            "loco_certificate_expiry_timestamp_seconds",
+            "When a certificate ends: the coordinator's own, and that of its authority.",
+            "certificate",
+        )
         self.orders = counter("loco_orders_total", "Orders of operators (loco control).", "order")
         self.rejections = counter("loco_rejections_total", "Requests refused.", "reason")
 
@@ -267,6 +277,11 @@ class SiteMetrics:
         self.resumed_bytes = counter(
             "loco_resumed_bytes_total",
             "Bytes of downloads not fetched again after a broken connection.",
+            "site",
+        )
+        self.certificate_expiry = gauge(
+            "loco_site_certificate_expiry_timestamp_seconds",
+            "When the certificate ends with which the site last sent a heartbeat.",
             "site",
         )
         self.in_site_bytes = counter(

@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from loco.errors import UnreachableError
-from loco.wire.protocol import PROTOCOL_VERSION, split_address
-from loco.wire.refusal import refusal_of
+from loco.wire.access import Access, Link
+from loco.wire.protocol import PROTOCOL_VERSION
 from loco.wire.v1 import coordinator_pb2 as pb
-from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
 Status = dict[str, Any]
 
@@ -39,52 +38,48 @@ _PHASES = {
 }
 
 
+_PLAINTEXT = (
+    "\nPLAINTEXT (--insecure): everyone who reaches the coordinator may read and command it"
+)
+
+
 class StatusClient:
     """Asks one coordinator for its status, as often as wanted."""
 
-    def __init__(self, address: str) -> None:
-        """ConfigError if `address` is not HOST:PORT."""
-        split_address(address)
-        self._address = address
-        self._channel = grpc.insecure_channel(address)
-        self._stub = pb_grpc.CoordinatorServiceStub(self._channel)
+    def __init__(self, address: str, access: Access | None = None) -> None:
+        """ConfigError if `address` is not HOST:PORT; `access` defaults to plaintext on loopback."""
+        self._link = Link(address, access or Access())
 
     def fetch(self) -> Status:
         """The status document. Raises UnreachableError or RefusedError."""
         request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION)
         try:
-            answer = self._stub.Status(request, timeout=_TIMEOUT_SECONDS)
+            answer = self._link.stub.Status(request, timeout=_TIMEOUT_SECONDS)
         except grpc.RpcError as error:
-            refused = refusal_of(error)
-            if refused is not None:
-                raise refused from None
-            raise UnreachableError(
-                f"no coordinator answers at {self._address} ({error.code().name.lower()}): "
-                "check the address and that it runs"
-            ) from None
+            raise self._link.failure(error) from None
         document: Status = json.loads(answer.status_json)
         return document
 
     def close(self) -> None:
-        self._channel.close()
+        self._link.close()
 
 
-def print_json(address: str) -> None:
-    print(json.dumps(StatusClient(address).fetch()))
+def print_json(address: str, access: Access) -> None:
+    print(json.dumps(StatusClient(address, access).fetch()))
 
 
-def print_once(address: str) -> None:
+def print_once(address: str, access: Access) -> None:
     console = Console()
-    console.print(_shown(console, StatusClient(address).fetch()))
+    console.print(_shown(console, StatusClient(address, access).fetch()))
 
 
 def _shown(console: Console, status: Status) -> RenderableType:
     return render(status, wide=console.width >= _WIDE_COLUMNS)
 
 
-def watch(address: str) -> None:
+def watch(address: str, access: Access) -> None:
     """Refresh until Ctrl+C; a coordinator that is away is said and waited for."""
-    client = StatusClient(address)
+    client = StatusClient(address, access)
     client.fetch()  # a wrong address ends here, instead of waiting for ever
     with Live(auto_refresh=False) as live:
         while True:
@@ -116,6 +111,7 @@ def _headline(status: Status) -> Text:
         f"{status['phase']}{held}{_time_left(status)}; {measured}\n{status['waiting_for']}\n"
         f"sites registered {status['sites_registered']}, alive {status['sites_alive']}, "
         f"included {status['sites_included']}; theta {status['theta_digest'][:16]}"
+        f"{_PLAINTEXT if status['plaintext'] else ''}"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import loco  # noqa: F401 - first: it tells gRPC, which reads its environment at import
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
+from loco.commands import Bundle, Insecure
 from loco.errors import ConfigError
 from loco.log import start_logging
 from loco.processes import interrupt_on_sigterm
-from loco.wire.protocol import split_address
-from worker.options import Options
 
 
 def register(app: typer.Typer) -> None:
@@ -51,13 +50,18 @@ def worker(
         float | None,
         typer.Option(help="Rate of the wide-area link in Mbit/s, for dashboards; else measured."),
     ] = None,
+    bundle: Bundle = None,
+    insecure: Insecure = False,
 ) -> None:
     """Join a run as one site and train until it is finished.
 
     Exit codes: 0 done, 2 bad usage or config, 3 refused by the coordinator, 4 coordinator
     unreachable, 5 training failed (non-finite), 130 interrupted.
     """
-    from loco.config import check_site_name  # imports pydantic: too slow for `loco --help`
+    # They import pydantic and grpc: too slow for `loco --help`.
+    from loco.config import check_site_name
+    from loco.wire.protocol import split_address
+    from worker.options import Options
 
     world = int(os.environ.get("WORLD_SIZE", "0"))
     if ranks is not None and (ranks < 1 or (world and ranks != world)):
@@ -77,10 +81,12 @@ def worker(
         checkpoint=checkpoint,
         checkpoint_every_rounds=checkpoint_every_rounds,
         link_mbit=link_mbit,
+        bundle=bundle,
+        insecure=insecure,
     )
-    for address in (coordinator, metrics):
-        if address is not None:
-            split_address(address)
+    if metrics is not None:
+        split_address(metrics)
+    options.access.check(coordinator)
     if not world and num_local > 1:
         from worker.launch import launch
 

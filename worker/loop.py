@@ -376,6 +376,7 @@ class Worker:
                 beat.link_bytes_per_second = (self._options.link_mbit or 0.0) * 1e6 / 8
             self._pulse.start(
                 self._session.address,
+                self._session.access,
                 self._session.caller,
                 joined.heartbeat_seconds,
                 self._session.wire,

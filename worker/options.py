@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from loco.wire.access import Access
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -28,6 +30,14 @@ class Options:
     checkpoint_every_rounds: int
     link_mbit: float | None
     """Rate of the site's wide-area link in Mbit/s, for the utilisation on dashboards only."""
+    bundle: Path | None = None
+    """Certificate and key; None: plaintext, on loopback only unless `insecure`."""
+    insecure: bool = False
+
+    @property
+    def access(self) -> Access:
+        """How the ranks reach the coordinator."""
+        return Access(bundle=self.bundle, insecure=self.insecure)
 
     def arguments(self) -> list[str]:
         """The command line that gives these options."""
@@ -42,5 +52,7 @@ class Options:
             "--checkpoint": self.checkpoint,
             "--checkpoint-every-rounds": self.checkpoint_every_rounds,
             "--link-mbit": self.link_mbit,
+            "--bundle": self.bundle,
         }
-        return [str(part) for item in flags.items() if item[1] is not None for part in item]
+        given = [str(part) for item in flags.items() if item[1] is not None for part in item]
+        return [*given, "--insecure"] if self.insecure else given

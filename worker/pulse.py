@@ -15,6 +15,7 @@ import grpc
 
 from loco.log import log_fields
 from loco.metrics import WireMetrics
+from loco.wire.access import Access, Link
 from loco.wire.protocol import CHANNEL_OPTIONS, phase_name, wire_size
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
@@ -85,11 +86,21 @@ class Pulse:
             self._spans.popleft()
             self._num_earlier_spans += 1
 
-    def start(self, address: str, caller: pb.Caller, interval: float, wire: WireMetrics) -> None:
+    def start(
+        self,
+        address: str,
+        access: Access,
+        caller: pb.Caller,
+        interval: float,
+        wire: WireMetrics,
+    ) -> None:
         """Beat every `interval` seconds until `stop`."""
         self._beat.caller.CopyFrom(caller)
+        # A separate subchannel pool, or gRPC would share the data's connection.
+        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        link = Link(address, access, options)
         self._thread = threading.Thread(
-            target=self._run, args=(address, interval, wire), name="heartbeat", daemon=True
+            target=self._run, args=(link, interval, wire), name="heartbeat", daemon=True
         )
         self._thread.start()
 
@@ -99,14 +110,11 @@ class Pulse:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, address: str, interval: float, wire: WireMetrics) -> None:
-        # A separate subchannel pool, or gRPC would share the data's connection.
-        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        with grpc.insecure_channel(address, options=options) as channel:
-            stub = pb_grpc.CoordinatorServiceStub(channel)
-            while not self._stop.wait(interval):
-                self._send(stub, wire)
-            self._send(stub, wire)
+    def _run(self, link: Link, interval: float, wire: WireMetrics) -> None:
+        while not self._stop.wait(interval):
+            self._send(link.stub, wire)
+        self._send(link.stub, wire)
+        link.close()
 
     def _send(self, stub: pb_grpc.CoordinatorServiceStub, wire: WireMetrics) -> None:
         beat = self._snapshot()

@@ -25,7 +25,9 @@ def run_rank(options: Options) -> None:
     registry = CollectorRegistry()
     _serve_metrics(options.metrics, site.rank, registry)
     wire = WireMetrics(Catalogue(registry))
-    session = Session(options.coordinator, options.site, options.patience_seconds, wire)
+    session = Session(
+        options.coordinator, options.site, options.patience_seconds, wire, options.access
+    )
     try:
         Worker(options, site, session).run()
         if dist.is_initialized():

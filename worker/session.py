@@ -22,10 +22,10 @@ from loco.digest import bytes_digest
 from loco.errors import UnreachableError
 from loco.layout import Layout
 from loco.metrics import WireMetrics
+from loco.wire.access import Access, Link
 from loco.wire.blocks import is_sound, make_block
 from loco.wire.protocol import (
     BLOCK_BYTES,
-    CHANNEL_OPTIONS,
     PROTOCOL_VERSION,
     wire_size,
 )
@@ -52,9 +52,10 @@ _TRY_AGAIN = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 )
-# Refusals that an operator resolves while the site waits: a full disk, or a coordinator with an
-# older copy of its state or an empty one, which the site's progress and EF must survive.
-_WAIT_FOR = ("disk_full", "ahead", "run_id")
+# Refusals that time or an operator resolves while the site waits: a full disk, a coordinator with
+# an older copy of its state or an empty one, which the site's progress and EF must survive; a
+# certificate that ended, for the bundle may be renewed; and limits.
+_WAIT_FOR = ("disk_full", "ahead", "run_id", "expired", "rate", "slow", "quota", "too_many_calls")
 
 
 class DamagedBlockError(Exception):
@@ -80,13 +81,22 @@ class Have:
 class Session:
     """Calls of one rank; the leader also joins, waits, beats and leaves."""
 
-    def __init__(self, address: str, site: str, patience: float, wire: WireMetrics) -> None:
+    def __init__(
+        self,
+        address: str,
+        site: str,
+        patience: float,
+        wire: WireMetrics,
+        access: Access | None = None,
+    ) -> None:
+        """`access` defaults to plaintext on loopback."""
         self.address = address
+        self.access = access or Access()
         self._site = site
         self._patience = patience
         self.wire = wire
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = pb_grpc.CoordinatorServiceStub(self._channel)
+        self._link = Link(address, self.access)
+        self._answered = False
         self._instance = secrets.token_hex(8)
         self._away_since: float | None = None
         self._said = 0.0
@@ -100,14 +110,18 @@ class Session:
     def close(self) -> None:
         """End all calls; those of other threads raise."""
         self._closed = True
-        self._channel.close()
+        self._link.close()
+
+    @property
+    def _stub(self) -> pb_grpc.CoordinatorServiceStub:
+        return self._link.stub
 
     # --- the leader -----------------------------------------------------------------------------
 
     def get_run(self) -> pb.GetRunResponse:
         """The run and its config."""
         request = pb.GetRunRequest(protocol_version=PROTOCOL_VERSION)
-        return self._call(self._stub.GetRun, request)
+        return self._call(lambda stub: stub.GetRun, request)
 
     def join(
         self, run: pb.GetRunResponse, layout: Layout, num_ranks: int, have: Have | None
@@ -125,7 +139,7 @@ class Session:
             have_round=have.round if have else None,
             have_digest=have.theta_digest if have else "",
         )
-        return self._call(self._stub.Join, request)
+        return self._call(lambda stub: stub.Join, request)
 
     def next_directive(self, have_round: int, theta_digest: str) -> pb.WaitRoundResponse:
         """Wait until the site may go on; says in the log for what it waits."""
@@ -137,7 +151,7 @@ class Session:
         )
         started = time.monotonic()
         while True:
-            response = self._call(self._stub.WaitRound, request, timeout=2 * POLL_SECONDS)
+            response = self._call(lambda stub: stub.WaitRound, request, timeout=2 * POLL_SECONDS)
             if response.directive != pb.DIRECTIVE_WAIT:
                 return response
             waited = time.monotonic() - started
@@ -240,12 +254,15 @@ class Session:
 
     def _call(
         self,
-        method: Callable[..., T],
+        method: Callable[[pb_grpc.CoordinatorServiceStub], Callable[..., T]],
         request: Message,
         *,
         timeout: float = CALL_SECONDS,
     ) -> T:
-        response = self._patiently(lambda: method(self._sent(request, "control"), timeout=timeout))
+        def attempt() -> T:  # each on the connection that is current then
+            return method(self._stub)(self._sent(request, "control"), timeout=timeout)
+
+        response = self._patiently(attempt)
         assert isinstance(response, Message)
         self._received(response, "control")
         return response
@@ -262,6 +279,7 @@ class Session:
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
             else:
                 self._away_since = None
+                self._answered = True
                 return result
 
     @property
@@ -283,11 +301,21 @@ class Session:
                 raise UnreachableError(
                     f"the coordinator at {self.address} failed: {describe(error)}"
                 ) from None
-            self._check_patience(describe(error))
+            self._check_patience(describe(error), unanswered=refused is None)
 
-    def _check_patience(self, why: str) -> None:
+    def _check_credentials(self) -> str | None:
+        """Why the two sides do not accept each other, if that is it: a site that was never answered
+        ends with it, a later one waits, for whoever renews a certificate."""
+        problem = self._link.problem()
+        if problem is not None and not self._answered:
+            raise problem
+        return None if problem is None else str(problem)
+
+    def _check_patience(self, why: str, *, unanswered: bool = False) -> None:
         if self._away_since is None:
             self._away_since = self._said = time.monotonic()
+            if unanswered:
+                self._check_credentials()
         away = self.away_seconds
         if away >= self._patience:
             raise UnreachableError(
@@ -296,6 +324,7 @@ class Session:
             ) from None
         if time.monotonic() - self._said >= SAY_SECONDS:
             self._said = time.monotonic()
+            why = (self._check_credentials() if unanswered else None) or why
             log.warning(
                 "coordinator %s away for %.0f s, giving up in %.0f s: %s",
                 self.address,

@@ -1,4 +1,4 @@
-"""Every refusal of the wire, provoked over real gRPC; each names the thing that was wrong.
+"""Every refusal of the wire, provoked over real mutual TLS; each names the thing that was wrong.
 
 Compared with: the enum of the proto, so that a new reason without a case fails here. Run alone:
 pytest tests/coordinator/test_refusals.py
@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import pytest
+from support.certs import Certs, channel
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
 from coordinator import upload
 from loco.layout import Layout
+from loco.wire.blocks import make_block
 from loco.wire.protocol import PROTOCOL_VERSION
 from loco.wire.v1 import coordinator_pb2 as pb
+from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
 CONFIG = config_of(
-    quorum={"min_sites": 2, "grace_seconds": 0.2, "quarantine_after": 1}, outer={"max_value": 50.0}
+    quorum={"min_sites": 2, "grace_seconds": 0.2, "quarantine_after": 1},
+    outer={"max_value": 50.0},
+    limits={"requests_per_second": 20.0, "calls_at_once": 8, "uploads_per_round": 1.0},
 )
 BODY = shard_body(vector(LAYOUT, 1), CONFIG)
 Case = Callable[[Member, Member], object]
@@ -30,8 +37,12 @@ CASES: dict[str, tuple[Case, str]] = {}
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    with coordinating(create_store(tmp_path, CONFIG)) as running:
+def coordinator(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Coordinator]:
+    """Names that no certificate can hold are refused as such in plaintext only."""
+    case_ = getattr(request.node, "callspec", None)
+    odd_name = case_ is not None and "site_name" in case_.params.values()
+    certs = None if odd_name else Certs(tmp_path / "certs")
+    with coordinating(create_store(tmp_path / "state", CONFIG), certs) as running:
         yield running
 
 
@@ -175,7 +186,9 @@ def _(paris: Member, oslo: Member) -> None:
 
 
 def control(member: Member, **fields: object) -> None:
-    member.stub.Control(pb.ControlRequest(protocol_version=PROTOCOL_VERSION, **fields))
+    with member.coordinator.channel("ops", "operator") as channel:
+        request = pb.ControlRequest(protocol_version=PROTOCOL_VERSION, **fields)
+        pb_grpc.CoordinatorServiceStub(channel).Control(request, timeout=10)
 
 
 @case("evicted", "site 'paris' is evicted: an operator evicted it")
@@ -187,6 +200,88 @@ def _(paris: Member, oslo: Member) -> None:
 @case("control", "'data.batch' cannot be changed while the run goes on")
 def _(paris: Member, oslo: Member) -> None:
     control(paris, verb=pb.CONTROL_VERB_SET, key="data.batch", value="3")
+
+
+# --- who calls, and how much ----------------------------------------------------------------------
+
+
+@case("role", "site 'paris' may not call Control: that is for operator")
+def _(paris: Member, oslo: Member) -> None:
+    request = pb.ControlRequest(protocol_version=PROTOCOL_VERSION, verb=pb.CONTROL_VERB_PAUSE)
+    paris.stub.Control(request, timeout=10)
+
+
+@case("identity", "site 'paris' speaks for site 'oslo': a certificate acts for its own site only")
+def _(paris: Member, oslo: Member) -> None:
+    paris.caller.CopyFrom(oslo.caller)
+    paris.push(0, BODY)
+
+
+@case("revoked", "the certificate of site 'paris' (serial")
+def _(paris: Member, oslo: Member) -> None:
+    assert paris.coordinator.certs is not None
+    paris.beat()
+    paris.coordinator.certs.authority.revoke("paris")
+    time.sleep(1.2)  # the coordinator looks once a second
+    paris.beat()
+
+
+@case("expired", "the certificate of site 'paris' was valid until")
+def _(paris: Member, oslo: Member) -> None:
+    assert paris.coordinator.certs is not None
+    soon = paris.coordinator.certs.odd("paris", end=timedelta(seconds=3))
+    with channel(paris.coordinator.address, soon) as connection:
+        stub = pb_grpc.CoordinatorServiceStub(connection)
+        stub.Heartbeat(pb.HeartbeatRequest(caller=paris.caller), timeout=10)
+        time.sleep(3.1)
+        stub.Heartbeat(pb.HeartbeatRequest(caller=paris.caller), timeout=10)
+
+
+@case("rate", "site 'paris' makes more than 20 requests a second")
+def _(paris: Member, oslo: Member) -> None:
+    for _ in range(1000):  # faster than 20 a second, whatever else the machine does
+        paris.beat()
+
+
+@case("too_many_calls", "site 'paris' has 8 calls in progress")
+def _(paris: Member, oslo: Member) -> None:
+    paris.push(0, BODY)
+    request = pb.WaitRoundRequest(
+        caller=paris.caller,
+        have_round=0,
+        theta_digest=paris.coordinator.state.theta_digest,
+        timeout_seconds=30.0,
+    )
+    waiting = [paris.stub.WaitRound.future(request) for _ in range(9)]
+    try:
+        done = eventually(lambda: [call for call in waiting if call.done()], "one is refused")
+        done[0].result()
+    finally:
+        for call in waiting:
+            call.cancel()
+
+
+@case("quota", "limits.uploads_per_round = 1 allows")
+def _(paris: Member, oslo: Member) -> None:
+    most = 8 * LAYOUT.num_elements
+    half = os.urandom(most // 2)
+    with pytest.raises(grpc.RpcError):  # begun, and left
+        paris.send(paris.header(0, half, size_bytes=most), half)
+    other = os.urandom(most)
+    paris.push(0, other)
+
+
+@case("slow", "limits.upload_bytes_per_second asks for 1024 a second")
+def _(paris: Member, oslo: Member) -> None:
+    def drops() -> Iterator[pb.PushRequest]:
+        yield pb.PushRequest(header=paris.header(0, BODY))
+        for byte in BODY[:100]:
+            time.sleep(0.05)
+            yield pb.PushRequest(block=make_block(bytes([byte])))
+
+    with pytest.MonkeyPatch.context() as patch:  # a minute is long
+        patch.setattr(upload, "SLOW_AFTER_SECONDS", 0.2)
+        paris.stub.Push(drops(), timeout=30)
 
 
 REASONS = [name.removeprefix("REFUSAL_REASON_").lower() for name in pb.RefusalReason.keys()[1:]]
@@ -211,7 +306,10 @@ def test_no_case_is_of_a_reason_that_does_not_exist() -> None:
     assert set(CASES) == set(REASONS)
 
 
-@pytest.mark.parametrize("reason", [r for r in REASONS if r not in ("conflict", "stale_round")])
+CONTRIBUTING = ("conflict", "stale_round", "too_many_calls")  # their cases contribute first
+
+
+@pytest.mark.parametrize("reason", [r for r in REASONS if r not in CONTRIBUTING])
 def test_a_refused_request_leaves_the_round_as_it_was(
     coordinator: Coordinator, sites: tuple[Member, Member], reason: str
 ) -> None:

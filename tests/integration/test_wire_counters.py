@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.certs import Certs
 from support.cluster import Cluster, loco, run_loco
 from support.namespaces import HUB, card_bytes, two_hosts
 
@@ -42,19 +43,21 @@ CONFIG: dict[str, dict[str, Any]] = {
 def test_counters_agree_with_the_card(tmp_path: Path) -> None:
     with two_hosts() as far, Cluster(tmp_path, **CONFIG) as cluster:
         cluster.address = f"{HUB}:29400"
-        cluster.coordinator().says("listening on")
+        certs = Certs(tmp_path / "certs", hosts=(HUB,))
+        cluster.coordinator("--bundle", str(certs.coordinator)).says("listening on")
         before = {"up": card_bytes("rx"), "down": card_bytes("tx")}
         paris = cluster.start(
             "paris",
             far.command(
                 *loco("worker", "--coordinator", cluster.address, "--site", "paris"),
-                *("--threads", "1"),
+                *("--threads", "1", "--bundle", str(certs.bundle("paris"))),
             ),
         )
         assert paris.wait() == 0, paris.output
         after = {"up": card_bytes("rx"), "down": card_bytes("tx")}
+        ops = ("--bundle", str(certs.bundle("ops", role="operator")))
         # A process of its own: gRPC's threads in this one may live in another namespace.
-        status = json.loads(run_loco("status", cluster.address, "--json").stdout)
+        status = json.loads(run_loco("status", cluster.address, "--json", *ops).stdout)
     (site,) = status["sites"]
     assert status["round"] == ROUNDS
     for direction in ("up", "down"):

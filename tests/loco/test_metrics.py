@@ -21,7 +21,18 @@ from loco.metrics import (
 from loco.wire.protocol import phase_name
 from loco.wire.v1 import coordinator_pb2 as pb
 
-BOUNDED = {"site", "direction", "kind", "reason", "phase", "state", "order", "version", "run_id"}
+BOUNDED = {
+    "certificate",
+    "site",
+    "direction",
+    "kind",
+    "reason",
+    "phase",
+    "state",
+    "order",
+    "version",
+    "run_id",
+}
 
 
 def described() -> list[Description]:

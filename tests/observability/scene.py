@@ -102,7 +102,7 @@ class Scene:
     def start_coordinator(self) -> None:
         config, state = self.directory / "run.toml", self.directory / "state"
         config.write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
-        where = ["--listen", LISTEN, "--metrics", METRICS]
+        where = ["--listen", LISTEN, "--metrics", METRICS, "--insecure"]
         self._spawn("coordinator", loco("coordinator", str(config), "--state", str(state), *where))
         self.until(lambda: self.get("readyz"), "the coordinator is ready")
 
@@ -120,12 +120,12 @@ class Scene:
 
     def start_sites(self) -> None:
         for site in SITES:
-            where = ["--coordinator", LISTEN, "--site", site, "--threads", "1"]
+            where = ["--coordinator", LISTEN, "--insecure", "--site", site, "--threads", "1"]
             link = ["--link-mbit", "100"] if site == "oslo" else []  # paris' link is measured
             self._spawn(site, self.far.command(*loco("worker", *where, *link)))
 
     def control(self, *arguments: str) -> None:
-        subprocess.run(loco("control", LISTEN, *arguments), check=True)
+        subprocess.run(loco("control", LISTEN, *arguments, "--insecure"), check=True)
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
         """Poll, and fail with the log of a process that has ended badly."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import grpc
+from support.certs import Certs, channel
 from support.runs import Array, digest_of, shard_body
 
-from coordinator.server import Running, running
+from coordinator.server import Running, Where, running
 from coordinator.store import Store
 from loco.digest import bytes_digest
 from loco.layout import Layout
@@ -38,9 +39,13 @@ def eventually(condition: Callable[[], Any], what: str, seconds: float = WAIT_SE
 class Coordinator:
     """Serves `store` until `stop`; `running` has its engine and monitor."""
 
-    def __init__(self, store: Store, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, store: Store, listen: str = "127.0.0.1:0", certs: Certs | None = None
+    ) -> None:
+        """Plaintext without `certs`."""
         self.store = store
-        self._listen = listen
+        self.certs = certs
+        self._where = Where(listen=listen, keys=certs.keys() if certs else None)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._error: BaseException | None = None
@@ -54,7 +59,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            async with running(self.store, listen=self._listen, metrics=None) as self.running:
+            async with running(self.store, self._where) as self.running:
                 self._ready.set()
                 await self._stop.wait()
         except BaseException as error:
@@ -79,14 +84,20 @@ class Coordinator:
     def state(self) -> Any:
         return self.running.engine.state
 
+    def channel(self, name: str, role: str = "site") -> grpc.Channel:
+        """A connection of its own, with the certificate of `name` where there are any."""
+        if self.certs is None:
+            return grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return channel(self.address, self.certs.bundle(name, role))
+
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics; 0 where there is none yet."""
         return self.running.monitor.registry.get_sample_value(name, labels) or 0.0
 
 
 @contextlib.contextmanager
-def coordinating(store: Store) -> Iterator[Coordinator]:
-    coordinator = Coordinator(store)
+def coordinating(store: Store, certs: Certs | None = None) -> Iterator[Coordinator]:
+    coordinator = Coordinator(store, certs=certs)
     try:
         yield coordinator
     finally:
@@ -101,7 +112,7 @@ class Member:
         self.store = coordinator.store
         self.site = site
         self.ranks = ranks
-        self.channel = grpc.insecure_channel(coordinator.address, options=CHANNEL_OPTIONS)
+        self.channel = coordinator.channel(site)
         self.stub = pb_grpc.CoordinatorServiceStub(self.channel)
         self.caller = pb.Caller(run_id=self.store.run_id, site=site)
 

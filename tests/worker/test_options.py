@@ -38,6 +38,8 @@ FULL = Options(
     checkpoint=Path("/tmp/check points"),
     checkpoint_every_rounds=3,
     link_mbit=62.5,
+    bundle=Path("my certs/oslo-2.pem"),
+    insecure=True,
 )
 # Names of the command line where they differ from those of the field.
 FLAGS = {"patience_seconds": "patience"}

@@ -15,6 +15,7 @@ from support.runs import LAYOUT, config_of, create_store, vector
 
 from coordinator.store import Store
 from loco.metrics import Catalogue, WireMetrics
+from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.pulse import Pulse
 
@@ -46,9 +47,8 @@ def test_every_evaluation_between_two_beats_arrives(tmp_path: Path) -> None:
     with coordinating(store) as coordinator, Member(coordinator, "paris") as paris:
         train_two_rounds(coordinator, paris)
         pulse = Pulse()
-        pulse.start(
-            coordinator.address, paris.caller, 3600.0, WireMetrics(Catalogue(CollectorRegistry()))
-        )
+        wire = WireMetrics(Catalogue(CollectorRegistry()))
+        pulse.start(coordinator.address, Access(), paris.caller, 3600.0, wire)
         evaluate(pulse)
         pulse.stop()
         assert measured(coordinator) == EVALUATIONS
@@ -61,7 +61,8 @@ def test_what_was_measured_while_the_coordinator_was_away_arrives_later(tmp_path
         address = coordinator.address
         coordinator.stop()
         pulse = Pulse()
-        pulse.start(address, paris.caller, 0.1, WireMetrics(Catalogue(CollectorRegistry())))
+        wire = WireMetrics(Catalogue(CollectorRegistry()))
+        pulse.start(address, Access(), paris.caller, 0.1, wire)
         evaluate(pulse)
         again = Coordinator(Store.open(tmp_path), listen=address)
         try:

@@ -21,6 +21,7 @@ from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 from coordinator.store import Store
 from loco.errors import RefusedError, UnreachableError
 from loco.metrics import Catalogue, WireMetrics
+from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.session import Session
 
@@ -29,7 +30,8 @@ CONFIG = config_of(quorum={"min_sites": 1}, run={"rounds": 3})
 
 @contextlib.contextmanager
 def session_to(address: str, site: str = "paris", patience: float = 60.0) -> Iterator[Session]:
-    session = Session(address, site, patience, WireMetrics(Catalogue(CollectorRegistry())))
+    wire = WireMetrics(Catalogue(CollectorRegistry()))
+    session = Session(address, site, patience, wire, Access(insecure=True))
     try:
         yield session
     finally:

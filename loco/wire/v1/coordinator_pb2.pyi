@@ -73,6 +73,22 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """An operator has evicted the site."""
     REFUSAL_REASON_CONTROL: _RefusalReason.ValueType  # 21
     """The control verb, its key or its value is not possible."""
+    REFUSAL_REASON_EXPIRED: _RefusalReason.ValueType  # 30
+    """The caller's certificate has expired since it connected."""
+    REFUSAL_REASON_REVOKED: _RefusalReason.ValueType  # 31
+    """The caller's certificate is revoked."""
+    REFUSAL_REASON_ROLE: _RefusalReason.ValueType  # 32
+    """The caller's role does not allow the call."""
+    REFUSAL_REASON_IDENTITY: _RefusalReason.ValueType  # 33
+    """The certificate names nobody, or another site than the request speaks for."""
+    REFUSAL_REASON_RATE: _RefusalReason.ValueType  # 34
+    """The caller makes too many requests a second."""
+    REFUSAL_REASON_TOO_MANY_CALLS: _RefusalReason.ValueType  # 35
+    """The caller has too many calls in progress."""
+    REFUSAL_REASON_QUOTA: _RefusalReason.ValueType  # 36
+    """The site's uploads of this round take all the disk that it may use."""
+    REFUSAL_REASON_SLOW: _RefusalReason.ValueType  # 37
+    """The upload came too slowly; what has arrived stays, and the next stream goes on behind it."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a request was refused. Sent in the trailing metadata key "loco-reason" as the enum's name
@@ -123,6 +139,22 @@ REFUSAL_REASON_EVICTED: RefusalReason.ValueType  # 20
 """An operator has evicted the site."""
 REFUSAL_REASON_CONTROL: RefusalReason.ValueType  # 21
 """The control verb, its key or its value is not possible."""
+REFUSAL_REASON_EXPIRED: RefusalReason.ValueType  # 30
+"""The caller's certificate has expired since it connected."""
+REFUSAL_REASON_REVOKED: RefusalReason.ValueType  # 31
+"""The caller's certificate is revoked."""
+REFUSAL_REASON_ROLE: RefusalReason.ValueType  # 32
+"""The caller's role does not allow the call."""
+REFUSAL_REASON_IDENTITY: RefusalReason.ValueType  # 33
+"""The certificate names nobody, or another site than the request speaks for."""
+REFUSAL_REASON_RATE: RefusalReason.ValueType  # 34
+"""The caller makes too many requests a second."""
+REFUSAL_REASON_TOO_MANY_CALLS: RefusalReason.ValueType  # 35
+"""The caller has too many calls in progress."""
+REFUSAL_REASON_QUOTA: RefusalReason.ValueType  # 36
+"""The site's uploads of this round take all the disk that it may use."""
+REFUSAL_REASON_SLOW: RefusalReason.ValueType  # 37
+"""The upload came too slowly; what has arrived stays, and the next stream goes on behind it."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _SitePhase:
