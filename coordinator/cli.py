@@ -62,6 +62,12 @@ def coordinator(
 def export(
     state: State,
     out: Annotated[Path, typer.Option(help="Directory to write; must not exist or be empty.")],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format", help="hf: for AutoModelForCausalLM; safetensors: theta alone, own names."
+        ),
+    ] = "hf",
 ) -> None:
     """Write theta as a model directory: safetensors, config and tokenizer description."""
     from coordinator.recovery import recover
@@ -71,7 +77,7 @@ def export(
     store = Store.open(state)
     try:
         run, reducer = recover(store)
-        write_model(reducer.theta, store.layout, store.config.model, out)
+        write_model(reducer.theta, store.layout, store.config, out, form=form)
     finally:
         store.close()
     size = f"{store.layout.num_parameters:,} parameters"

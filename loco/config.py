@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from loco.errors import ConfigError
 
 PRESETS = ("tiny", "125m", "1b")
+MODEL_KEYS_WITH_HF = {"hf", "pretrained", "seq_len", "dtype"}
 SITE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -48,8 +49,17 @@ class RunConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """A small Llama (`loco.model.llama`)."""
+    """A small Llama (`loco.model.llama`), or a model of the transformers library.
 
+    `model = "hf:PATH_OR_ID"` is short for a section with `hf` alone.
+    """
+
+    hf: str = ""
+    """Directory or hub name of a causal language model (`loco.model.hugging_face`); sites must
+    find it under the same name. Of the other keys only `pretrained`, `seq_len` and `dtype` then
+    apply."""
+    pretrained: bool = False
+    """With `hf`: start from its weights instead of random ones."""
     vocab_size: PositiveInt = 256
     dim: PositiveInt = 128
     num_layers: PositiveInt = 4
@@ -65,6 +75,12 @@ class ModelConfig(_Section):
     rope_theta: Annotated[float, Field(gt=1.0)] = 10_000.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Autocast dtype of forward and backward; parameters stay fp32 masters."""
+
+    @model_validator(mode="after")
+    def _pretrained_goes_with_hf(self) -> Self:
+        if self.pretrained and not self.hf:
+            raise ValueError("pretrained = true needs hf: the built-in Llama has no weights")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -326,10 +342,34 @@ def parse_config(text: str, *, source: str) -> Config:
 
 def config_from_dict(raw: dict[str, Any], *, source: str) -> Config:
     """Check what a TOML file holds; `source` is named in errors."""
+    model = raw.get("model")
+    if isinstance(model, str):
+        raw = raw | {"model": {"hf": _hf_name(model, source)}}
+    elif isinstance(model, dict) and model.get("hf"):
+        _refuse_keys_of_the_llama(model, source)
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error, source)) from error
+
+
+def _hf_name(model: str, source: str) -> str:
+    name = model.removeprefix("hf:")
+    if name == model or not name:
+        raise ConfigError(
+            f"{source}: model = {model!r} is not understood: write 'hf:PATH_OR_ID', or a section "
+            "[model]"
+        )
+    return name
+
+
+def _refuse_keys_of_the_llama(model: dict[str, Any], source: str) -> None:
+    ignored = set(model) & set(ModelConfig.model_fields) - MODEL_KEYS_WITH_HF
+    if ignored:
+        raise ConfigError(
+            f"{source}: model.{min(ignored)} would be ignored, because model.hf is set: that model "
+            f"has a config of its own; with it go {', '.join(sorted(MODEL_KEYS_WITH_HF))}"
+        )
 
 
 def config_from_json(text: str) -> Config:

@@ -1,9 +1,14 @@
-"""Write theta as a model directory that others can load, with Hugging Face's names.
+"""Write theta as a model directory that others can load, or as plain tensors.
 
-model.safetensors       fp32 tensors, named as in `LlamaForCausalLM`
-config.json             a `LlamaConfig`
-tokenizer.json          bytes as tokens, in the format of the `tokenizers` library
-tokenizer_config.json   how `AutoTokenizer` wraps it
+`hf`: a directory for `AutoModelForCausalLM.from_pretrained`
+
+    model.safetensors       fp32 tensors; those of the built-in Llama as in `LlamaForCausalLM`
+    config.json             a `LlamaConfig`, or that of `model.hf`
+    tokenizer.json          that of the prepared corpus or of `model.hf`; else bytes as tokens, in
+                            the format of the `tokenizers` library
+    tokenizer_config.json   how `AutoTokenizer` wraps it
+
+`safetensors`: theta.safetensors alone, with the names of the layout, for a model of your own.
 """
 
 from __future__ import annotations
@@ -19,29 +24,74 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from loco.config import ModelConfig
+from loco.config import Config, ModelConfig
 from loco.errors import ConfigError, DataError
 from loco.layout import Layout
 from loco.model import Llama, unpack
+from loco.model.hugging_face import build_hugging_face
 from loco.model.llama import NORM_EPS
+from loco.tokens import is_prepared
+from loco.tokens.prepare import TOKENIZER
+
+FORMATS = ("hf", "safetensors")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 
 
-def export(theta: NDArray[np.float32], layout: Layout, config: ModelConfig, out: Path) -> None:
-    """Write `theta` ([layout.num_elements] fp32, padded) as a model directory `out`.
+def export(
+    theta: NDArray[np.float32], layout: Layout, config: Config, out: Path, *, form: str = "hf"
+) -> None:
+    """Write `theta` ([layout.num_elements] fp32, padded) as a directory `out` in one of `FORMATS`.
 
     The directory appears whole or not at all. ConfigError if `out` exists and is not an empty one.
     """
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form!r} is not known: use {' or '.join(FORMATS)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty directory: choose another --out")
     aside = out.with_name(out.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    tensors = {_published(name): tensor for name, tensor in unpack(theta, layout).items()}
-    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    _write_json(aside / "config.json", _llama_config(config))
-    _write_json(aside / "tokenizer.json", _byte_tokenizer())
-    _write_json(aside / "tokenizer_config.json", _tokenizer_config(config))
+    tensors = unpack(theta, layout)
+    if form == "safetensors":
+        save_file(tensors, aside / "theta.safetensors", metadata={"format": "pt"})
+    elif config.model.hf:
+        _write_hugging_face(tensors, config, aside)
+    else:
+        published = {_published(name): tensor for name, tensor in tensors.items()}
+        save_file(published, aside / "model.safetensors", metadata={"format": "pt"})
+        _write_json(aside / "config.json", _llama_config(config.model))
+        _write_tokenizer(config, aside)
     aside.replace(out)
+
+
+def _write_hugging_face(tensors: dict[str, NDArray[np.float32]], config: Config, to: Path) -> None:
+    """What `save_pretrained` writes, with theta in it; buffers are those of a new model."""
+    model = build_hugging_face(config.model, seed=config.run.seed)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            named[name].copy_(torch.from_numpy(tensor))
+    model.hf.save_pretrained(to)
+    source = Path(config.model.hf).expanduser()
+    for file in (source / name for name in _TOKENIZER_FILES):
+        if file.is_file():
+            shutil.copyfile(file, to / file.name)
+
+
+def _write_tokenizer(config: Config, to: Path) -> None:
+    prepared = Path(config.data.corpus).expanduser() / TOKENIZER
+    if is_prepared(config.data.corpus) and prepared.exists():
+        shutil.copyfile(prepared, to / "tokenizer.json")
+    else:
+        _write_json(to / "tokenizer.json", _byte_tokenizer())
+    _write_json(to / "tokenizer_config.json", _tokenizer_config(config.model))
 
 
 def load_exported(path: Path) -> Llama:

@@ -26,8 +26,9 @@ def layout_of_config(config: Config) -> Layout:
 
     from loco.model import build_model, layout_of
 
+    untrained = config.model.model_copy(update={"pretrained": False})
     with torch.device("meta"):
-        return layout_of(build_model(config.model, seed=config.run.seed))
+        return layout_of(build_model(untrained, seed=config.run.seed))
 
 
 def setting_of_config(path: Path, setting: Setting) -> Setting:

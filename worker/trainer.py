@@ -45,7 +45,7 @@ class Trainer:
         self.optimizer = build_inner(config.inner, self.model, site.group)
         parts = load_parts(corpus, "train")
         validation = load_tokens(config.data.corpus, "validation")
-        check_vocabulary([*parts, Weighted(tokens=validation)], config.model.vocab_size)
+        check_vocabulary([*parts, Weighted(tokens=validation)], self.model.vocab_size)
         self._train_bytes_per_token = bytes_per_token(parts)
         self._held_out_bytes_per_token = validation.bytes_per_token
         self._stream = DataStream(

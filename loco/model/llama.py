@@ -19,11 +19,12 @@ EMBEDDING_STD = 0.02  # also of the output head: the first guess is close to uni
 
 
 class Llama(nn.Module):
-    """Parameters are uninitialised memory: use `build_model`, or load a state dict."""
+    """Parameters are uninitialised memory: use `build_llama`, or load a state dict."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.vocab_size = config.vocab_size
         self.embed_tokens = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim)
@@ -114,12 +115,12 @@ class SwiGLU(nn.Module):
 
 class Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Left to `build_model`: PyTorch's own would draw from the global random state."""
+        """Left to `build_llama`: PyTorch's own would draw from the global random state."""
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Left to `build_model`, as in `Linear`."""
+        """Left to `build_llama`, as in `Linear`."""
 
 
 class RMSNorm(nn.Module):
@@ -145,7 +146,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-def build_model(config: ModelConfig, *, seed: int) -> Llama:
+def build_llama(config: ModelConfig, *, seed: int) -> Llama:
     """A model on the CPU whose fp32 parameters are a pure function of (config, seed).
 
     Draws from a generator of its own: the global random state is neither read nor advanced.

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from loco.config import ModelConfig
+from loco.config import Config, DataConfig, ModelConfig
 from loco.errors import ConfigError, DataError
 from loco.export import export, load_exported
 from loco.layout import Layout
@@ -42,7 +43,7 @@ def theta_of(config: ModelConfig) -> tuple[NDArray[np.float32], Layout]:
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 def test_the_loaded_model_is_the_exported_one(config: ModelConfig, tmp_path: Path) -> None:
     theta, layout = theta_of(config)
-    export(theta, layout, config, tmp_path / "model")
+    export(theta, layout, Config(model=config), tmp_path / "model")
     loaded = load_exported(tmp_path / "model")
     original = trained(config)
     assert loaded.config == config
@@ -54,7 +55,7 @@ def test_the_loaded_model_is_the_exported_one(config: ModelConfig, tmp_path: Pat
 
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 def test_names_are_those_of_hugging_face(config: ModelConfig, tmp_path: Path) -> None:
-    export(*theta_of(config), config, tmp_path / "model")
+    export(*theta_of(config), Config(model=config), tmp_path / "model")
     names = set(load_file(tmp_path / "model" / "model.safetensors"))
     assert {n for n in names if ".layers." not in n} == {
         "model.embed_tokens.weight",
@@ -73,9 +74,8 @@ def test_names_are_those_of_hugging_face(config: ModelConfig, tmp_path: Path) ->
 
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 def test_hugging_face_computes_the_same_logits(config: ModelConfig, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="the rival; pip install transformers")
     theta, layout = theta_of(config)
-    export(theta, layout, config, tmp_path / "model")
+    export(theta, layout, Config(model=config), tmp_path / "model")
     rival = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     text = "Fellow-Citizens: 5¢."
@@ -87,7 +87,7 @@ def test_hugging_face_computes_the_same_logits(config: ModelConfig, tmp_path: Pa
 
 
 def test_the_tokenizer_maps_each_byte_to_itself(tmp_path: Path) -> None:
-    export(*theta_of(TIED), TIED, tmp_path / "model")
+    export(*theta_of(TIED), Config(model=TIED), tmp_path / "model")
     described = json.loads((tmp_path / "model" / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = described["model"]["vocab"]
     assert sorted(vocabulary.values()) == list(range(256))
@@ -98,18 +98,18 @@ def test_the_tokenizer_maps_each_byte_to_itself(tmp_path: Path) -> None:
 
 def test_an_existing_directory_is_refused_unless_empty(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    export(*theta_of(TIED), TIED, tmp_path / "empty")
+    export(*theta_of(TIED), Config(model=TIED), tmp_path / "empty")
     with pytest.raises(ConfigError, match="is not an empty directory: choose another --out"):
-        export(*theta_of(TIED), TIED, tmp_path / "empty")
+        export(*theta_of(TIED), Config(model=TIED), tmp_path / "empty")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is not an empty directory"):
-        export(*theta_of(TIED), TIED, tmp_path / "file")
+        export(*theta_of(TIED), Config(model=TIED), tmp_path / "file")
 
 
 def test_what_an_interrupted_export_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "model.partial").mkdir()
     (tmp_path / "model.partial" / "rest").touch()
-    export(*theta_of(TIED), TIED, tmp_path / "model")
+    export(*theta_of(TIED), Config(model=TIED), tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert not (tmp_path / "model" / "rest").exists()
 
@@ -117,8 +117,31 @@ def test_what_an_interrupted_export_left_is_replaced(tmp_path: Path) -> None:
 def test_a_missing_or_damaged_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not hold a model that loco exported"):
         load_exported(tmp_path / "none")
-    export(*theta_of(TIED), TIED, tmp_path / "model")
+    export(*theta_of(TIED), Config(model=TIED), tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(DataError, match="does not hold a model that loco exported"):
         load_exported(tmp_path / "model")
+
+
+def test_plain_tensors_have_the_names_of_the_layout(tmp_path: Path) -> None:
+    theta, layout = theta_of(TIED)
+    export(theta, layout, Config(model=TIED), tmp_path / "out", form="safetensors")
+    tensors = load_file(tmp_path / "out" / "theta.safetensors")
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        p.name: p.shape for p in layout.parameters
+    }
+    first = layout.parameters[0]
+    assert np.array_equal(tensors[first.name].ravel(), theta[: first.numel])
+    with pytest.raises(ConfigError, match="--format 'gguf' is not known: use hf or safetensors"):
+        export(theta, layout, Config(model=TIED), tmp_path / "b", form="gguf")
+
+
+def test_the_tokenizer_of_a_prepared_corpus_goes_along(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "manifest.json").write_text("{}")
+    (corpus / "tokenizer.json").write_text('{"mine": 1}')
+    config = Config(model=TIED, data=DataConfig(corpus=str(corpus)))
+    export(*theta_of(TIED), config, tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == '{"mine": 1}'
