@@ -19,7 +19,10 @@ def data_group() -> None:
 @data_app.command()
 def prepare(
     inputs: Annotated[
-        list[Path], typer.Argument(help=".txt, .jsonl and .parquet files, or directories of them.")
+        list[str],
+        typer.Argument(
+            help=".txt, .jsonl, .parquet files, directories of them, or hf:PATH_OR_ID@SPLIT."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to write; give it as a corpus then.")],
     tokenizer: Annotated[

@@ -24,7 +24,7 @@ from loco.digest import file_digest
 from loco.errors import ConfigError, DataError, LocoError
 from loco.tokens.prepared import MANIFEST, Manifest, Shard, Split, dump, read_manifest
 from loco.tokens.shards import Array
-from loco.tokens.sources import Item, cut_items, find_files
+from loco.tokens.sources import Item, cut_items
 from loco.tokens.tokenizer import BYTES, end_of_text, make_encoder, tokenizer_file
 
 WORK = "work.json"  # the manifest of what is being made, without shards
@@ -38,7 +38,8 @@ _SHARDS = TypeAdapter(list[Shard])
 class Options:
     """The flags of `loco data prepare`."""
 
-    inputs: list[Path]
+    inputs: list[str]
+    """Files, directories of files, or `hf:PATH_OR_ID@SPLIT`."""
     out: Path
     tokenizer: str
     """`bytes`, a tokenizer.json, or a directory that holds one."""
@@ -66,11 +67,9 @@ def prepare(options: Options, progress: Progress) -> Manifest:
         DataError: an input that cannot be read; shards made before it stay for the next try.
     """
     _check(options)
-    items = cut_items(
-        find_files(options.inputs), field=options.field, item_bytes=options.item_bytes
-    )
+    items = cut_items(options.inputs, field=options.field, item_bytes=options.item_bytes)
     if not items:
-        raise DataError(f"the inputs are empty: {', '.join(map(str, options.inputs))}")
+        raise DataError(f"the inputs are empty: {', '.join(options.inputs)}")
     wanted = _wanted(options, items)
     if (options.out / MANIFEST).exists():
         return _finished(options.out, wanted)
@@ -97,7 +96,7 @@ def _wanted(options: Options, items: list[Item]) -> Manifest:
         file = tokenizer_file(options.tokenizer)
         name, digest = str(file.resolve()), file_digest(file).hex()
         end = options.end_of_text or end_of_text(file)
-    paths = dict.fromkeys(part.path.resolve() for item in items for part in item.parts)
+    sources = dict.fromkeys(part.source for item in items for part in item.parts)
     return Manifest(
         tokenizer=name,
         tokenizer_digest=digest,
@@ -108,7 +107,7 @@ def _wanted(options: Options, items: list[Item]) -> Manifest:
             "held_out": str(options.held_out),
             "item_bytes": str(options.item_bytes),
         },
-        sources=[f"{p} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in paths],
+        sources=list(sources),
         shards=[],
     )
 

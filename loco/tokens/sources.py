@@ -1,8 +1,9 @@
-"""Local files of documents, cut in items that are tokenised independently: one item, one shard.
+"""Documents, cut in items that are tokenised independently: one item, one shard.
 
     .txt       a document a file; a file larger than 1 MiB is cut at line ends into several
     .jsonl     a document a line, in one field
     .parquet   a document a row, in one column (needs pyarrow)
+    hf:NAME    a data set of the `datasets` library (`loco.tokens.hub`)
 
 An item is a pure function of the files' sizes, so that work that was interrupted is cut alike.
 """
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from loco.errors import ConfigError, DataError
+from loco.tokens.hub import PREFIX, StreamPart, stream_parts
 
 KINDS = (".txt", ".jsonl", ".parquet")
 DOCUMENT_BYTES = 1 << 20
-ITEM_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,23 @@ class Part:
     size_bytes: int
     """About as much text."""
 
+    def documents(self, field: str) -> Iterator[str]:
+        """The texts, in order."""
+        return {".txt": _texts, ".jsonl": _lines, ".parquet": _rows}[self.path.suffix](self, field)
+
+    @property
+    def source(self) -> str:
+        """What the tokens depend on: the file's place, size and time."""
+        found = self.path.stat()
+        return f"{self.path.resolve()} {found.st_size} {found.st_mtime_ns}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
     """The parts that become one shard."""
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[Part | StreamPart, ...]
     field: str
     """Of jsonl and parquet."""
 
@@ -49,29 +60,17 @@ class Item:
     def documents(self) -> Iterator[str]:
         """The texts, in order; DataError names file and place of what cannot be read."""
         for part in self.parts:
-            read = {".txt": _texts, ".jsonl": _lines, ".parquet": _rows}[part.path.suffix]
-            yield from read(part, self.field)
+            yield from part.documents(self.field)
 
 
-def find_files(inputs: list[Path]) -> list[Path]:
-    """The files of the inputs, directories searched by name; DataError if there is none."""
-    files: list[Path] = []
-    for path in inputs:
-        if not path.exists():
-            raise DataError(f"input {path} does not exist")
-        found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-        known = [p for p in found if p.suffix in KINDS]
-        if not known:
-            raise DataError(f"input {path} holds no file of the kinds {', '.join(KINDS)}")
-        files += known
-    return files
-
-
-def cut_items(files: list[Path], *, field: str, item_bytes: int = ITEM_BYTES) -> list[Item]:
-    """All of the files in items of about `item_bytes`."""
+def cut_items(inputs: list[str], *, field: str, item_bytes: int) -> list[Item]:
+    """All of the inputs in items of about `item_bytes`; DataError if one is not there."""
     items: list[Item] = []
-    waiting: list[Part] = []
-    for part in (part for path in files for part in _parts(path, item_bytes)):
+    waiting: list[Part | StreamPart] = []
+    for part in (part for text in inputs for part in _parts_of(text, item_bytes)):
+        if isinstance(part, StreamPart):
+            items.append(Item(number=len(items), parts=(part,), field=field))
+            continue
         waiting.append(part)
         if sum(p.size_bytes for p in waiting) >= item_bytes:
             items.append(Item(number=len(items), parts=tuple(waiting), field=field))
@@ -79,6 +78,25 @@ def cut_items(files: list[Path], *, field: str, item_bytes: int = ITEM_BYTES) ->
     if waiting:
         items.append(Item(number=len(items), parts=tuple(waiting), field=field))
     return items
+
+
+def _parts_of(text: str, item_bytes: int) -> Iterator[Part | StreamPart]:
+    if text.startswith(PREFIX):
+        yield from stream_parts(text)
+        return
+    for path in _files(Path(text).expanduser()):
+        yield from _parts(path, item_bytes)
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or those of a directory by name."""
+    if not path.exists():
+        raise DataError(f"input {path} does not exist")
+    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    known = [p for p in found if p.suffix in KINDS]
+    if not known:
+        raise DataError(f"input {path} holds no file of the kinds {', '.join(KINDS)}")
+    return known
 
 
 def _parts(path: Path, item_bytes: int) -> Iterator[Part]:

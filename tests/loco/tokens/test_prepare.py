@@ -6,6 +6,7 @@ Run alone: pytest tests/loco/tokens/test_prepare.py
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def options(inputs: list[Path], out: Path, **changes: Any) -> Options:
         "tokenizer": "bytes", "end_of_text": None, "field": "text", "held_out": HELD_OUT,
         "jobs": 1, "item_bytes": 3000,
     }  # fmt: skip
-    return Options(inputs=inputs, out=out, **{**flags, **changes})
+    return Options(inputs=[str(path) for path in inputs], out=out, **{**flags, **changes})
 
 
 def quiet(done: int, total: int) -> None:
@@ -182,6 +183,30 @@ def test_parquet_and_jsonl_of_the_same_documents_are_the_same_tokens(tmp_path: P
     assert load_prepared(tmp_path / "out", "train").tobytes() == expected(DOCUMENTS, held_out=False)
 
 
+@pytest.mark.slow
+def test_a_streamed_data_set_is_the_same_tokens_and_resumes_by_shard(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "a.jsonl", DOCUMENTS[:150])
+    write_jsonl(tmp_path / "set" / "b.jsonl", DOCUMENTS[150:])
+    flags = options([], tmp_path / "out", item_bytes=1)
+    flags = replace(flags, inputs=[f"hf:{tmp_path}/set@train"])
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(flags, interrupt)
+    first = (tmp_path / "out" / "train-00000.npy").stat().st_mtime_ns
+    prepare(flags, quiet)
+    assert (tmp_path / "out" / "train-00000.npy").stat().st_mtime_ns == first
+    assert load_prepared(tmp_path / "out", "train").tobytes() == expected(DOCUMENTS, held_out=False)
+    with pytest.raises(DataError, match=r"has no text in column 'body' \(it has text, id\)"):
+        prepare(replace(flags, field="body", out=tmp_path / "other"), quiet)
+    with pytest.raises(DataError, match=r"cannot open hf:.*@nothing"):
+        prepare(replace(flags, inputs=[f"hf:{tmp_path}/set@nothing"]), quiet)
+
+
 def test_a_text_file_is_one_document_and_a_directory_is_read_by_name(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     texts = [f"line one of {i}\nline two\n" for i in range(40)]
@@ -199,7 +224,7 @@ def test_cutting_a_file_anywhere_neither_loses_nor_repeats_a_line(
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     documents = [f"{i}{'é' * length}" for i, length in enumerate(lengths)]
     path.write_text("".join(json.dumps({"text": d}, ensure_ascii=False) + "\n" for d in documents))
-    items = cut_items([path], field="text", item_bytes=item_bytes)
+    items = cut_items([str(path)], field="text", item_bytes=item_bytes)
     assert [d for item in items for d in item.documents()] == documents
 
 
