@@ -82,6 +82,7 @@ RULES: dict[str, Rule] = {
         audit=lambda request, _: {"site": request.caller.site, "reason": request.reason[:200]}
     ),
     f"/{SERVICE}/Status": Rule(roles=_ANYONE),
+    f"/{SERVICE}/Probe": Rule(roles=_SITE | _OPERATOR),
     f"/{SERVICE}/Control": Rule(
         roles=_OPERATOR,
         audit=lambda request, response: {

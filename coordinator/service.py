@@ -25,6 +25,7 @@ from coordinator.control import order_of
 from coordinator.engine import Engine
 from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
 from coordinator.monitor import Monitor
+from coordinator.probe import Probes
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from coordinator.upload import Uploads
 from loco.config import check_site_name
@@ -50,6 +51,10 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         self._engine = engine
         self._monitor = monitor
         self._store = engine.store
+        self._probes = Probes(
+            self._check_protocol,
+            lambda direction, message: self._count("", direction, "control", message),
+        )
         self._uploads = Uploads(engine, monitor, self._count)
 
     # --- the verbs ------------------------------------------------------------------------------
@@ -107,6 +112,12 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         async for block in self._download(request, path, "snapshot"):
             response = pb.SnapshotResponse(block=block)
             self._count(request.caller.site, "down", "snapshot", response)
+            yield response
+
+    async def Probe(
+        self, request_iterator: AsyncIterator[pb.ProbeRequest], context: Context
+    ) -> AsyncIterator[pb.ProbeResponse]:
+        async for response in self._probes.answer(request_iterator):
             yield response
 
     # --- control --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     app.command()(control)
     app.command()(inspect)
     app.command()(plan)
+    app.command()(doctor)
     app.add_typer(data_app, name="data", help="Make token files of text, and check them.")
     app.add_typer(certs_app, name="certs", help="Make and revoke the certificates of a run.")
 
@@ -120,7 +121,8 @@ def plan(
         float | None, typer.Option(help="Trainable parameters, for example 8e9.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A run.toml instead: gives parameters, k, bits and H.")
+        Path | None,
+        typer.Option(help="A run.toml instead: gives parameters, k, bits, H and delay."),
     ] = None,
     sites: Annotated[int, typer.Option(help="Sites of the run.")] = 2,
     ranks: Annotated[int, typer.Option(help="Ranks a site: they share the coding.")] = 8,
@@ -134,6 +136,9 @@ def plan(
     k: Annotated[int, typer.Option(help="Values kept of each chunk of 4096.")] = 64,
     bits: Annotated[int, typer.Option(help="Bits of a sent value: 1, 2, or 32 for dense.")] = 2,
     steps: Annotated[int, typer.Option(help="H: inner steps a round.")] = 30,
+    delay_steps: Annotated[
+        int, typer.Option(help="Inner steps made while the exchange is under way.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Predict bytes, seconds and utilisation of a round, and what to change; no cluster needed."""
@@ -153,6 +158,7 @@ def plan(
         k=k,
         bits=bits,
         inner_steps=steps,
+        delay_steps=delay_steps,
         step_seconds=step_seconds,
         up_mbit=mbit,
         down_mbit=mbit if mbit_down is None else mbit_down,
@@ -162,3 +168,40 @@ def plan(
     if config is not None:
         setting = plan_view.setting_of_config(config, setting)
     plan_view.show(setting, as_json=as_json)
+
+
+def doctor(
+    coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator.")],
+    site: Annotated[str, typer.Option(help="Name that this site will have.")],
+    ranks: Annotated[int, typer.Option(help="Ranks that this site will have.")] = 1,
+    data: Annotated[
+        str | None, typer.Option(help="Corpus of this site, instead of the config's.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Directory of the site's checkpoints, for their room.")
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(help="Seconds of an inner step; default: what sites report.")
+    ] = None,
+    bundle: Bundle = None,
+    insecure: Insecure = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Check whether this machine can be a site of a run, and predict what a round will cost.
+
+    One line a check: ok, warn or fail, with the remedy. The run itself is not touched. Exit codes:
+    0 nothing fails, 3 the coordinator refuses, 4 it cannot be reached, 2 config or data, 1 other.
+    """
+    from loco.doctor.examine import Options, examine
+    from loco.wire.access import Access
+
+    options = Options(
+        coordinator=coordinator,
+        site=site,
+        access=Access(bundle=bundle, insecure=insecure),
+        ranks=ranks,
+        data=data,
+        checkpoint=checkpoint,
+        step_seconds=step_seconds,
+    )
+    raise typer.Exit(examine(options, as_json=as_json))

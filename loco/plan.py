@@ -46,6 +46,8 @@ class Setting:
     """Of a sent value: 1 or 2, or 32 for dense."""
     inner_steps: int
     """H."""
+    delay_steps: int
+    """Inner steps made while the exchange is under way (`outer.delay_steps`)."""
     step_seconds: float
     """Seconds an inner step takes at the slowest site."""
     up_mbit: float
@@ -80,13 +82,15 @@ class Prediction:
     exchange_seconds: float
     """All of a round but its inner steps."""
     round_seconds: float
-    """Where inner steps wait for the exchange."""
+    """Inner steps, and what of the exchange they do not hide."""
     utilisation: float
-    """Share of a round spent in inner steps, where they wait for the exchange."""
+    """Share of a round spent in inner steps."""
+    utilisation_blocking: float
+    """The same without delay: the steps wait for all of the exchange."""
     utilisation_overlapped: float
-    """The same where the exchange runs beside the next round's steps."""
+    """The same with the longest delay, H."""
     bound_by: str
-    """compute, or the longest part of the exchange where that is longer than the steps' wait."""
+    """compute where `utilisation` is at least 95 %, else the longest part of the exchange."""
 
 
 def check(setting: Setting) -> None:
@@ -97,6 +101,7 @@ def check(setting: Setting) -> None:
         ("--ranks", setting.ranks, 1, 100_000),
         ("--k", setting.k, 1, CHUNK),
         ("--steps", setting.inner_steps, 1, 1_000_000),
+        ("--delay-steps", setting.delay_steps, 0, setting.inner_steps),
         ("--step-seconds", setting.step_seconds, 1e-6, 1e6),
         ("--mbit", setting.up_mbit, 1e-3, 1e7),
         ("--mbit-down", setting.down_mbit, 1e-3, 1e7),
@@ -131,6 +136,8 @@ def predict(setting: Setting) -> Prediction:
     compute = setting.inner_steps * setting.step_seconds
     exchange = sum(parts.values())
     longest = max(parts, key=parts.__getitem__)
+    waiting = max(0.0, exchange - setting.delay_steps * setting.step_seconds)
+    utilisation = compute / (compute + waiting)
     return Prediction(
         params=setting.layout.num_parameters,
         dense_bytes=setting.layout.dense_bytes,
@@ -146,10 +153,11 @@ def predict(setting: Setting) -> Prediction:
         apply_seconds=values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
         latency_seconds=parts["latency"],
         exchange_seconds=exchange,
-        round_seconds=compute + exchange,
-        utilisation=compute / (compute + exchange),
+        round_seconds=compute + waiting,
+        utilisation=utilisation,
+        utilisation_blocking=compute / (compute + exchange),
         utilisation_overlapped=min(1.0, compute / exchange),
-        bound_by="compute" if compute / (compute + exchange) >= TARGET else longest,
+        bound_by="compute" if utilisation >= TARGET else longest,
     )
 
 
@@ -181,7 +189,11 @@ def advice(setting: Setting) -> list[str]:
     if now.utilisation >= TARGET:
         return [_room(setting)]
     lines = []
-    steps = math.ceil(now.exchange_seconds * TARGET / (1 - TARGET) / setting.step_seconds)
+    hides = math.ceil(now.exchange_seconds / setting.step_seconds)
+    if hides <= setting.inner_steps:
+        lines.append(f"outer.delay_steps = {hides} hides the exchange behind inner steps")
+    left = now.exchange_seconds - setting.delay_steps * setting.step_seconds
+    steps = math.ceil(left * TARGET / (1 - TARGET) / setting.step_seconds)
     if steps <= MAX_STEPS:
         lines.append(f"inner.steps = {steps} makes it {TARGET:.0%}: the exchange comes less often")
     else:

@@ -40,6 +40,7 @@ def setting_of_config(path: Path, setting: Setting) -> Setting:
         k=k_at(config.codec, config.run.rounds),
         bits=config.codec.bits,
         inner_steps=config.inner.steps,
+        delay_steps=config.outer.delay_steps,
     )
 
 
@@ -63,7 +64,7 @@ def render(setting: Setting, p: Prediction, told: list[str]) -> RenderableType:
     bits = "dense fp32" if setting.bits == 32 else f"k = {setting.k} of 4096, {setting.bits} bits"
     head = Text(
         f"{p.params:,} parameters, {setting.sites} sites of {setting.ranks} ranks, {bits}, "
-        f"H = {setting.inner_steps}"
+        f"H = {setting.inner_steps}, delay {setting.delay_steps}"
     )
     table = Table("a round", "value", "", box=None, pad_edge=False)
     for name, value, note in _rows(p):
@@ -91,8 +92,9 @@ def _rows(p: Prediction) -> list[tuple[str, str, str]]:
         ("apply", _seconds(p.apply_seconds), "one core a rank"),
         ("latency", _seconds(p.latency_seconds), "round trips and TCP's slow start"),
         ("round", _seconds(p.round_seconds), f"bound by {p.bound_by}"),
-        ("utilisation", f"{p.utilisation:.1%}", "where inner steps wait for the exchange"),
-        ("", f"{p.utilisation_overlapped:.1%}", "where the exchange runs beside the next steps"),
+        ("utilisation", f"{p.utilisation:.1%}", "as asked for"),
+        ("blocking", f"{p.utilisation_blocking:.1%}", "no delay: steps wait for the exchange"),
+        ("overlapped", f"{p.utilisation_overlapped:.1%}", "outer.delay_steps = H"),
     ]
 
 

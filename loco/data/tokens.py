@@ -52,6 +52,16 @@ def load_tokens(corpus: str, split: Split, *, cache: Path | None = None) -> Toke
     return Tokens([tokens], vocab_size=256, num_bytes=len(tokens))
 
 
+def find_corpus(corpus: str, split: Split) -> None:
+    """Raise DataError if the corpus cannot be had here; makes no tokens."""
+    names = [name for _, name in parse_mixture(corpus)] if corpus.startswith(PREFIX) else [corpus]
+    for name in names:
+        if is_prepared(name):
+            load_prepared(Path(name).expanduser(), split)
+        else:
+            find_pieces(name, split)
+
+
 def load_parts(corpus: str, split: Split, *, cache: Path | None = None) -> list[Weighted]:
     """The corpora that a site mixes, with their weights; of a corpus that is no mixture itself."""
     named = parse_mixture(corpus) if corpus.startswith(PREFIX) else [(1.0, corpus)]

@@ -12,6 +12,10 @@ PROTOCOL_VERSION = 1
 BLOCK_BYTES = 256 * 1024  # grpc.aio moves most per second with 64 KiB to 1 MiB a message
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024  # a block and its frame; layouts of 10,000 tensors fit
 
+PROBE_BYTES = 8 * 1024 * 1024  # of a measurement, each way at most
+PROBE_BLOCK_BYTES = 64 * 1024
+PROBE_SECONDS = 2.0  # nobody sends for longer
+
 REASON_KEY = "loco-reason"  # trailing metadata of a refusal: RefusalReason, lower case, no prefix
 
 _MESSAGE_LIMITS = (

@@ -56,6 +56,7 @@ EXPECTED = {
     "Leave": MEMBER,
     "Status": ANYONE,
     "Control": ("role", "role", "in", "role"),
+    "Probe": ("in", "in", "in", "role"),
     "Check": ANYONE,
     "List": ("role",) * 4,
     "Watch": WATCHERS,

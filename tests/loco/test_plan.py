@@ -32,6 +32,7 @@ SETTING = Setting(
     k=64,
     bits=2,
     inner_steps=30,
+    delay_steps=0,
     step_seconds=2.0,
     up_mbit=100.0,
     down_mbit=100.0,
@@ -97,6 +98,7 @@ def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
         p.latency_seconds,
     )  # fmt: skip
     assert p.exchange_seconds == pytest.approx(sum(parts))
+    assert p.utilisation == p.utilisation_blocking
     assert p.utilisation == pytest.approx(60 / (60 + p.exchange_seconds))
     assert p.utilisation_overlapped == pytest.approx(min(1, 60 / p.exchange_seconds))
     assert p.bound_by == "coordinator"
@@ -130,7 +132,10 @@ def test_the_coordinators_link_is_shared_by_all_sites() -> None:
 def test_who_follows_the_advice_reaches_what_it_says() -> None:
     thin = replace(SETTING, up_mbit=1.0, down_mbit=1.0, step_seconds=0.1)
     assert predict(thin).utilisation < 0.95
-    steps, one_bit, half_k = advice(thin)
+    delay, steps, one_bit, half_k = advice(thin)
+    hides = int(delay.split("=")[1].split()[0])
+    assert predict(replace(thin, delay_steps=hides)).utilisation == 1.0
+    assert predict(replace(thin, delay_steps=hides - 1)).utilisation < 1.0
     number = int(steps.split("=")[1].split()[0])
     assert predict(replace(thin, inner_steps=number)).utilisation >= 0.95
     assert predict(replace(thin, inner_steps=number - 1)).utilisation < 0.95
@@ -151,6 +156,7 @@ def test_a_link_with_room_is_advised_a_denser_contribution() -> None:
     [
         ({"up_mbit": 0.0}, r"--mbit 0 is out of range: 0\.001 to 1e\+07"),
         ({"step_seconds": float("nan")}, "--step-seconds nan is out of range"),
+        ({"delay_steps": 31}, "--delay-steps 31 is out of range: 0 to 30"),
         ({"sites": 0}, "--sites 0 is out of range: 1 to 1000"),
         ({"k": 5000}, "--k 5000 is out of range: 1 to 4096"),
         ({"bits": 4}, "--bits 4 is not known: use 1, 2, or 32 for dense"),

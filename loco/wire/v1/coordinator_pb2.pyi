@@ -1369,3 +1369,67 @@ class StatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class ProbeRequest(_message.Message):
+    """Bytes for a measurement; the first message may have none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    DOWNLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    """Version of this protocol that the caller speaks; in the first message."""
+    download_bytes: _builtins.int
+    """Bytes that the caller wants back, at most 8 MiB; in the first message."""
+    data: _builtins.bytes
+    """At most 1 MiB, and 8 MiB in all; what they are does not matter."""
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        download_bytes: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "download_bytes", b"download_bytes", "protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeResponse(_message.Message):
+    """The first answer comes when all requests have arrived; those with data follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    received_bytes: _builtins.int
+    """Bytes of data that arrived; in the first answer."""
+    unix_seconds: _builtins.float
+    """The coordinator's clock, Unix seconds; in the first answer."""
+    version: _builtins.str
+    """Version of the coordinator's loco; in the first answer."""
+    data: _builtins.bytes
+    """Bytes asked for."""
+    def __init__(
+        self,
+        *,
+        received_bytes: _builtins.int = ...,
+        unix_seconds: _builtins.float = ...,
+        version: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "received_bytes", b"received_bytes", "unix_seconds", b"unix_seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeResponse: _TypeAlias = ProbeResponse  # noqa: Y015

@@ -90,6 +90,11 @@ class CoordinatorServiceStub:
                 request_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlRequest.SerializeToString,
                 response_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.stream_stream(
+                '/loco.wire.v1.CoordinatorService/Probe',
+                request_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer:
@@ -173,6 +178,13 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request_iterator, context):
+        """Measures the way between a caller and the coordinator with a few MiB; changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -230,6 +242,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Control,
                     request_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlRequest.FromString,
                     response_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlResponse.SerializeToString,
+            ),
+            'Probe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ProbeRequest.FromString,
+                    response_serializer=loco_dot_wire_dot_v1_dot_coordinator__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -530,6 +547,33 @@ class CoordinatorService:
             '/loco.wire.v1.CoordinatorService/Control',
             loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlRequest.SerializeToString,
             loco_dot_wire_dot_v1_dot_coordinator__pb2.ControlResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/loco.wire.v1.CoordinatorService/Probe',
+            loco_dot_wire_dot_v1_dot_coordinator__pb2.ProbeRequest.SerializeToString,
+            loco_dot_wire_dot_v1_dot_coordinator__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

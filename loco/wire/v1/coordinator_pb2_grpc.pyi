@@ -59,6 +59,8 @@ class CoordinatorServiceStub:
     """Where the run stands, for people and scripts."""
     Control: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ControlRequest, _coordinator_pb2.ControlResponse]
     """What an operator wants changed; journaled, and in force from the next round on."""
+    Probe: _grpc.StreamStreamMultiCallable[_coordinator_pb2.ProbeRequest, _coordinator_pb2.ProbeResponse]
+    """Measures the way between a caller and the coordinator with a few MiB; changes nothing."""
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -87,6 +89,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Where the run stands, for people and scripts."""
     Control: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ControlRequest, _coordinator_pb2.ControlResponse]  # type: ignore[assignment]
     """What an operator wants changed; journaled, and in force from the next round on."""
+    Probe: _aio.StreamStreamMultiCallable[_coordinator_pb2.ProbeRequest, _coordinator_pb2.ProbeResponse]  # type: ignore[assignment]
+    """Measures the way between a caller and the coordinator with a few MiB; changes nothing."""
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the coordinator offers to sites, operators and readers."""
@@ -178,5 +182,13 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ControlResponse, _abc.Awaitable[_coordinator_pb2.ControlResponse]]:
         """What an operator wants changed; journaled, and in force from the next round on."""
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.ProbeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.ProbeResponse], _abc.AsyncIterator[_coordinator_pb2.ProbeResponse]]:
+        """Measures the way between a caller and the coordinator with a few MiB; changes nothing."""
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
