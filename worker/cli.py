@@ -86,7 +86,7 @@ def worker(
     )
     if metrics is not None:
         split_address(metrics)
-    options.access.check(coordinator)
+    options.access.check(coordinator, site=site)
     if not world and num_local > 1:
         from worker.launch import launch
 

@@ -41,13 +41,22 @@ class Access:
     insecure: bool = False
     """Plaintext beyond loopback is meant."""
 
-    def check(self, address: str) -> None:
-        """ConfigError if these do not fit the address, or the bundle is no good."""
+    def check(self, address: str, site: str | None = None) -> None:
+        """ConfigError if these do not fit the address, or the bundle is no good.
+
+        For a worker the bundle must be that of its `site`. RefusedError if its time is over.
+        """
         host, _ = split_address(address)
         if self.bundle is not None and self.insecure:
             raise ConfigError("--bundle and --insecure exclude each other: leave one out")
         if self.bundle is not None:
-            _read(self.bundle)
+            who = _read(self.bundle).identity
+            if site is not None and (who.role, who.name) != ("site", site):
+                raise ConfigError(
+                    f"{self.bundle} is the bundle of {who}, not of --site {site}: "
+                    + (f"use --site {who.name}, or " if who.role == "site" else "use ")
+                    + f"the bundle of {site} (loco certs issue {site})"
+                )
         elif not self.insecure and not is_loopback(host):
             raise ConfigError(
                 f"{address} is not on this machine, and without --bundle everything would travel "

@@ -17,6 +17,7 @@ from support.live import eventually
 
 from loco.errors import UnreachableError
 from loco.status import StatusClient
+from loco.wire.access import Access
 
 SECONDS = 110.0  # for anything that imports torch while the machine is busy
 
@@ -117,6 +118,8 @@ class Cluster:
         sections = {name: {**TINY.get(name, {}), **changes.get(name, {})}
                     for name in {*TINY, *changes}}  # fmt: skip
         self.config.write_text(tomli_w.dumps(sections))
+        self.bundle: Path | None = None
+        """Credentials of `status`; None: plaintext."""
         self._all: list[Process] = []
 
     def __enter__(self) -> Cluster:
@@ -146,7 +149,7 @@ class Cluster:
         return self.start(log or name, command)
 
     def status(self) -> dict[str, Any]:
-        client = StatusClient(self.address)
+        client = StatusClient(self.address, Access(bundle=self.bundle))
         try:
             return client.fetch()
         finally:
