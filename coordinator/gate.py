@@ -110,6 +110,11 @@ class _Call:
     identity: Identity | None = None
 
     @property
+    def account(self) -> str:
+        """By which limits are kept."""
+        return str(self.identity or self.peer)
+
+    @property
     def who(self) -> str:
         return str(self.identity or f"a caller without a certificate at {self.peer}")
 
@@ -190,13 +195,10 @@ class Gate(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _admitted(self, call: _Call, context: Context) -> Iterator[None]:
-        if self._keys is None:
-            account = call.peer
-        else:
+        if self._keys is not None:
             call.identity = _identity(context)
             self._keys.check(call.identity)
-            account = str(call.identity)
-        with self._limits.call(account):
+        with self._limits.call(call.account):
             if call.identity is not None and call.identity.role not in call.rule.roles:
                 raise RefusedRequest(
                     "role",
@@ -221,6 +223,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 self._check_site(call, request)
                 first = False
             self._check_still(call)
+            await self._limits.message(call.account)
             yield request
 
     def _check_site(self, call: _Call, request: Message) -> None:

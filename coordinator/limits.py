@@ -1,10 +1,11 @@
-"""What one caller may ask for: requests a second, and calls at a time.
+"""What one caller may ask for: requests and messages a second, and calls at a time.
 
 Callers are told apart by their certificate, or by their connection where there is none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import Counter, OrderedDict
@@ -19,10 +20,34 @@ _MOST_CALLERS = 4096  # remembered; whoever is pushed out begins with a full buc
 
 @dataclass
 class _Bucket:
-    """Requests that may still be made; it fills with time."""
+    """What may still be had; it fills with time."""
 
     left: float
     at: float
+
+
+class _Buckets:
+    """One bucket a caller, with `rate` a second and at most `most` at once."""
+
+    def __init__(self, rate: float, most: float) -> None:
+        self._rate = rate
+        self._most = most
+        self._of: OrderedDict[str, _Bucket] = OrderedDict()
+
+    def take(self, caller: str, now: float) -> float:
+        """Take one; seconds until there would have been one, 0 if there was."""
+        bucket = self._of.get(caller)
+        if bucket is None:
+            bucket = self._of[caller] = _Bucket(left=self._most, at=now)
+            if len(self._of) > _MOST_CALLERS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(caller)
+        bucket.left = min(self._most, bucket.left + (now - bucket.at) * self._rate)
+        bucket.at = now
+        if bucket.left < 1:
+            return (1 - bucket.left) / self._rate
+        bucket.left -= 1
+        return 0.0
 
 
 class Limits:
@@ -31,13 +56,22 @@ class Limits:
     def __init__(self, config: LimitsConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        burst = config.burst_seconds
+        rate = config.requests_per_second
+        self._requests = _Buckets(rate, max(1.0, rate * burst))
+        rate = config.messages_per_second
+        self._messages = _Buckets(rate, max(1.0, rate * burst))
         self._calls: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def call(self, caller: str) -> Iterator[None]:
         """Account for one call while it runs; RefusedRequest if it is one too many."""
-        self._take_request(caller)
+        if self._requests.take(caller, self._clock()):
+            raise RefusedRequest(
+                "rate",
+                f"{caller} makes more than {self._config.requests_per_second:g} requests a second "
+                "(limits.requests_per_second): wait before the next one",
+            )
         if self._calls[caller] >= self._config.calls_at_once:
             raise RefusedRequest(
                 "too_many_calls",
@@ -52,21 +86,8 @@ class Limits:
             if not self._calls[caller]:
                 del self._calls[caller]
 
-    def _take_request(self, caller: str) -> None:
-        rate, now = self._config.requests_per_second, self._clock()
-        most = rate * self._config.burst_seconds
-        bucket = self._buckets.get(caller)
-        if bucket is None:
-            bucket = self._buckets[caller] = _Bucket(left=most, at=now)
-            if len(self._buckets) > _MOST_CALLERS:
-                self._buckets.popitem(last=False)
-        self._buckets.move_to_end(caller)
-        bucket.left = min(most, bucket.left + (now - bucket.at) * rate)
-        bucket.at = now
-        if bucket.left < 1:
-            raise RefusedRequest(
-                "rate",
-                f"{caller} makes more than {rate:g} requests a second "
-                "(limits.requests_per_second): wait before the next one",
-            )
-        bucket.left -= 1
+    async def message(self, caller: str) -> None:
+        """Before each message of a stream: waits while they come too fast, so that flow control
+        slows the sender down."""
+        while wait := self._messages.take(caller, self._clock()):
+            await asyncio.sleep(wait)

@@ -36,6 +36,7 @@ from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 log = logging.getLogger("loco.coordinator")
 
 DRAIN_SECONDS = 5.0
+HANDSHAKE_SECONDS = 10.0  # a connection that has not said who it is by then is closed
 _SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 
 
@@ -175,7 +176,12 @@ async def _keeping_house(monitor: Monitor) -> AsyncIterator[None]:
 
 
 def _options(config: Config) -> tuple[tuple[str, int], ...]:
-    return (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", config.limits.connections))
+    return (
+        *SERVER_OPTIONS,
+        ("grpc.max_allowed_incoming_connections", config.limits.connections),
+        ("grpc.max_concurrent_streams", config.limits.calls_at_once),  # a connection
+        ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
+    )
 
 
 def _bind(server: grpc.aio.Server, where: Where) -> int:

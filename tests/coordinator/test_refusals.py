@@ -252,13 +252,15 @@ def _(paris: Member, oslo: Member) -> None:
         theta_digest=paris.coordinator.state.theta_digest,
         timeout_seconds=30.0,
     )
-    waiting = [paris.stub.WaitRound.future(request) for _ in range(9)]
-    try:
-        done = eventually(lambda: [call for call in waiting if call.done()], "one is refused")
-        done[0].result()
-    finally:
-        for call in waiting:
-            call.cancel()
+    with paris.coordinator.channel("paris") as other:  # one connection alone would queue them
+        stubs = (paris.stub, pb_grpc.CoordinatorServiceStub(other))
+        waiting = [stubs[i % 2].WaitRound.future(request) for i in range(9)]
+        try:
+            done = eventually(lambda: [call for call in waiting if call.done()], "one is refused")
+            done[0].result()
+        finally:
+            for call in waiting:
+                call.cancel()
 
 
 @case("quota", "limits.uploads_per_round = 1 allows")

@@ -12,6 +12,7 @@ import contextlib
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent import futures
 from datetime import timedelta
@@ -315,6 +316,9 @@ def test_insecure_keeps_being_said(tmp_path: Path) -> None:
         cluster.address = loopback
         assert "PLAINTEXT" in run_loco("status", loopback).stdout
         assert cluster.status()["plaintext"] is True
+        page = (cluster.state / "web-address").read_text()
+        with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
+            assert "\nloco_plaintext 1.0\n" in answer.read().decode()
 
 
 @pytest.mark.slow

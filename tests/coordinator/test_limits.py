@@ -1,0 +1,173 @@
+"""Limits: the accounts against a clock of the test, and a real coordinator against rough peers.
+
+What is compared: how many requests pass in a time with what the config says; whether a good site is
+served meanwhile; and that nothing is left behind. Every reason of a refusal has its case in
+test_refusals.py. Run alone: pytest tests/coordinator/test_limits.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.certs import Certs
+from support.live import Member, coordinating
+from support.runs import LAYOUT, config_of, create_store, shard_body, vector
+
+from coordinator import server
+from coordinator.limits import Limits
+from coordinator.refused import RefusedRequest
+from loco.config import LimitsConfig
+from loco.wire.blocks import make_block
+from loco.wire.protocol import MAX_MESSAGE_BYTES
+from loco.wire.v1 import coordinator_pb2 as pb
+
+CONFIG = config_of(quorum={"min_sites": 2})
+BODY = shard_body(vector(LAYOUT, 1), CONFIG)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def passes(limits: Limits, caller: str) -> bool:
+    try:
+        with limits.call(caller):
+            return True
+    except RefusedRequest:
+        return False
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(0.0, 0.3), min_size=1, max_size=300))
+def test_never_more_than_the_burst_and_the_rate(pauses: list[float]) -> None:
+    """In any stretch of time, from its first request on."""
+    clock = Clock()
+    limits = Limits(LimitsConfig(requests_per_second=10.0, burst_seconds=2.0), clock)
+    times = []
+    for pause in pauses:
+        clock.now += pause
+        if passes(limits, "paris"):
+            times.append(clock.now)
+    for begin in range(len(times)):
+        for end in range(begin, len(times)):
+            assert end - begin + 1 <= 20 + 10 * (times[end] - times[begin]) + 1e-6
+
+
+def test_whoever_keeps_to_the_rate_is_never_refused() -> None:
+    clock = Clock()
+    limits = Limits(LimitsConfig(requests_per_second=8.0, burst_seconds=1.0), clock)
+    for _ in range(10_000):
+        clock.now += 0.125
+        assert passes(limits, "paris")
+
+
+def test_callers_have_accounts_of_their_own() -> None:
+    limits = Limits(LimitsConfig(requests_per_second=1.0, burst_seconds=3.0), Clock())
+    assert [passes(limits, "paris") for _ in range(4)] == [True, True, True, False]
+    assert passes(limits, "oslo")
+
+
+def test_strangers_do_not_fill_the_memory() -> None:
+    limits = Limits(LimitsConfig(), Clock())
+    for i in range(20_000):
+        assert passes(limits, f"ipv4:10.0.0.1:{i}")
+    assert len(limits._requests._of) <= 4096
+    assert not limits._calls
+
+
+def test_a_stream_that_is_too_fast_waits() -> None:
+    """20 messages at once, then 100 a second: 40 take 0.2 s."""
+    limits = Limits(LimitsConfig(messages_per_second=100.0, burst_seconds=0.2))
+
+    async def send() -> float:
+        began = time.monotonic()
+        for _ in range(40):
+            await limits.message("paris")
+        return time.monotonic() - began
+
+    assert asyncio.run(send()) >= 0.19
+
+
+# --- rough peers ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connections(address: str, count: int) -> Iterator[list[socket.socket]]:
+    """TCP connections that never say a word."""
+    host, port = address.split(":")
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(socket.create_connection((host, int(port)), 10))
+            for _ in range(count)
+        ]
+
+
+def num_closed(sockets: list[socket.socket], within: float) -> int:
+    until, closed = time.monotonic() + within, set[int]()
+    while time.monotonic() < until and len(closed) < len(sockets):
+        for connection in sockets:
+            connection.settimeout(0.01)
+            with contextlib.suppress(TimeoutError):
+                try:
+                    gone = connection.recv(4096) == b""
+                except ConnectionResetError:
+                    gone = True
+                if gone:
+                    closed.add(connection.fileno())
+    return len(closed)
+
+
+def test_silent_connections_end_and_a_good_site_is_served_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 2.0)
+    certs = Certs(tmp_path / "certs")
+    with (
+        coordinating(create_store(tmp_path / "state", CONFIG), certs) as coordinator,
+        connections(coordinator.address, 50) as silent,
+        Member(coordinator, "paris") as paris,
+    ):
+        paris.enter()
+        assert num_closed(silent, within=0.2) == 0
+        assert num_closed(silent, within=10.0) == 50
+
+
+def test_connections_beyond_the_most_are_closed_at_once(tmp_path: Path) -> None:
+    config = config_of(quorum={"min_sites": 2}, limits={"connections": 5})
+    certs = Certs(tmp_path / "certs")
+    with (
+        coordinating(create_store(tmp_path / "state", config), certs) as coordinator,
+        connections(coordinator.address, 8) as silent,
+    ):
+        assert num_closed(silent, within=2.0) == 3
+
+
+def test_a_message_that_is_too_large_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    with (
+        coordinating(create_store(tmp_path, CONFIG)) as coordinator,
+        Member(coordinator, "paris") as paris,
+        Member(coordinator, "oslo") as oslo,
+    ):
+        paris.enter()
+        oslo.enter()
+        with grpc.insecure_channel(coordinator.address) as channel:  # whose own limit is off
+            push = channel.stream_unary("/loco.wire.v1.CoordinatorService/Push")
+            header = pb.PushRequest(header=paris.header(0, BODY)).SerializeToString()
+            block = pb.PushRequest(block=make_block(bytes(MAX_MESSAGE_BYTES))).SerializeToString()
+            with pytest.raises(grpc.RpcError) as caught:
+                push(iter([header, block]), timeout=10)
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        paris.push(0, BODY)
+        oslo.push(0, BODY)
