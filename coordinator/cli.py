@@ -32,6 +32,9 @@ def coordinator(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where Prometheus scrapes /metrics.")
     ] = None,
+    metrics_token: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Token that lets in to page and metrics.")
+    ] = None,
     bundle: Bundle = None,
     insecure: Insecure = False,
 ) -> None:
@@ -54,7 +57,7 @@ def coordinator(
             split_address(address)
     start_logging("coordinator")
     keys = Keys(bundle) if bundle is not None else None
-    where = Where(listen=listen, metrics=metrics, keys=keys)
+    where = Where(listen=listen, metrics=metrics, metrics_token=metrics_token, keys=keys)
     check_plaintext(where, insecure=insecure)
     asyncio.run(serve(open_run(config, state), where))
 

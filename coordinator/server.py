@@ -95,6 +95,8 @@ class Where:
     """HOST:PORT for sites, operators and readers."""
     metrics: str | None = None
     """HOST:PORT of page and metrics."""
+    metrics_token: Path | None = None
+    """File with a token that lets in to page and metrics."""
     keys: Keys | None = None
     """None: plaintext, to everyone who reaches the address."""
 
@@ -139,7 +141,9 @@ async def running(store: Store, where: Where) -> AsyncIterator[Running]:
     pb_grpc.add_CoordinatorServiceServicer_to_server(Service(engine, monitor), server)
     await _add_standard_services(server)
     address = f"{split_address(where.listen)[0]}:{_bind(server, where)}"
-    pages_served = web_server(where.metrics, monitor, lambda: engine.state)
+    pages_served = web_server(
+        where.metrics, monitor, lambda: engine.state, where.keys, where.metrics_token
+    )
     async with pages_served as pages, _keeping_house(monitor):
         await engine.start()
         await server.start()

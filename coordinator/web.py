@@ -11,16 +11,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import os
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
+from coordinator.guard import OPEN, Guard
+from coordinator.keys import Keys
 from coordinator.monitor import Monitor
 from coordinator.state import State
 from loco.errors import ConfigError
@@ -42,20 +47,22 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_RENEW_SECONDS = 1.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pages:
     """The handlers: they read, and change nothing."""
 
-    def __init__(self, monitor: Monitor, state: Callable[[], State]) -> None:
+    def __init__(self, monitor: Monitor, state: Callable[[], State], guard: Guard) -> None:
         self._monitor = monitor
+        self._guard = guard
         self._state = state
         self.ready = False
         """Whether sites can join."""
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[_with_headers])
+        app = web.Application(middlewares=[_with_headers, self._guarded])
         for path, handler in (
             ("/status.json", self._status),
             ("/history.json", self._history),
@@ -70,6 +77,15 @@ class Pages:
             kind = _TYPES[name.rpartition(".")[2]]
             app.router.add_get(path, _serve(PAGE.joinpath(name).read_bytes(), kind))
         return app
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN or self._guard.admits(request):
+            return await handler(request)
+        raise web.HTTPUnauthorized(
+            text="use the certificate of a reader or an operator, or the token\n",
+            headers={"WWW-Authenticate": 'Basic realm="loco", charset="UTF-8"'},
+        )
 
     async def _status(self, _: web.Request) -> web.Response:
         return _json(self._monitor.status(self._state()))
@@ -129,14 +145,19 @@ async def _with_headers(request: web.Request, handler: Handler) -> web.StreamRes
 
 @contextlib.asynccontextmanager
 async def web_server(
-    address: str | None, monitor: Monitor, state: Callable[[], State]
+    address: str | None,
+    monitor: Monitor,
+    state: Callable[[], State],
+    keys: Keys | None = None,
+    token: Path | None = None,
 ) -> AsyncIterator[Pages]:
     """Serve on HOST:PORT while the block runs; the block says whether the coordinator is ready.
 
     The address, with the port that was given for port 0, is in `web-address` of the state
     directory.
     """
-    pages = Pages(monitor, state)
+    guard = Guard(address or "localhost:0", keys, token)
+    pages = Pages(monitor, state, guard)
     if address is None:
         yield pages
         return
@@ -144,18 +165,38 @@ async def web_server(
     runner = web.AppRunner(pages.application(), access_log=None, handle_signals=False)
     await runner.setup()
     try:
-        await _listen(runner, host, port)
+        await _listen(runner, host, port, guard.context)
         bound = f"{host}:{runner.addresses[0][1]}"
         (monitor.store.directory / "web-address").write_text(bound, encoding="utf-8")
-        log.info("page on http://%s/, metrics on http://%s/metrics", bound, bound)
-        yield pages
+        scheme = "http" if guard.context is None else "https"
+        log.info("page on %s://%s/, metrics on %s://%s/metrics", scheme, bound, scheme, bound)
+        async with _renewing(guard):
+            yield pages
     finally:
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+@contextlib.asynccontextmanager
+async def _renewing(guard: Guard) -> AsyncIterator[None]:
+    async def for_ever() -> None:
+        while True:
+            await asyncio.sleep(_RENEW_SECONDS)
+            guard.renew()
+
+    task = asyncio.create_task(for_ever())
     try:
-        await web.TCPSite(runner, host, port, reuse_port=False).start()
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _listen(
+    runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None
+) -> None:
+    try:
+        await web.TCPSite(runner, host, port, reuse_port=False, ssl_context=context).start()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
