@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from chaos.numpy_site import NumpySite
-from chaos.proxy import Proxy
+from chaos.proxy import Direction, Proxy
 from support.live import Coordinator, coordinating, eventually
 from support.runs import config_of, create_store
 
@@ -52,10 +52,18 @@ def behind_a_proxy(tmp_path: Path) -> Iterator[tuple[Coordinator, Proxy, NumpySi
             proxy.close()
 
 
+def cut(proxy: Proxy, direction: Direction, after: int) -> None:
+    """Reset the connection that carries this byte, at a rate at which the receiver keeps up.
+
+    A reset takes with it what the receiver's kernel holds and nobody has read yet.
+    """
+    proxy.change(cut_after={direction: after}, bytes_per_second=2e6)
+
+
 def test_an_upload_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
     with behind_a_proxy(tmp_path) as (coordinator, proxy, site):
         before = proxy.passed["up"]
-        proxy.change(cut_after={"up": 3 * BLOCK_BYTES - BLOCK_BYTES // 2})
+        cut(proxy, "up", after=3 * BLOCK_BYTES - BLOCK_BYTES // 2)
         site.follow()
         assert proxy.cuts == 1
         assert site.session.resumed_bytes >= BLOCK_BYTES
@@ -71,7 +79,7 @@ def test_downloads_go_on_where_their_connection_broke(tmp_path: Path) -> None:
         site.follow()
         eventually(lambda: coordinator.state.round == 1, "the round is committed")
         before = proxy.passed["down"]
-        proxy.change(cut_after={"down": 3 * BLOCK_BYTES - BLOCK_BYTES // 2})
+        cut(proxy, "down", after=3 * BLOCK_BYTES - BLOCK_BYTES // 2)
         site.follow()
         assert proxy.cuts == 1
         assert site.session.resumed_bytes >= BLOCK_BYTES
@@ -99,7 +107,7 @@ def test_bytes_that_a_power_cut_tore_are_sent_again_and_no_fault_of_the_site(
     """What had arrived is another thing on disk than it was: only the whole digest can tell."""
     with behind_a_proxy(tmp_path) as (coordinator, proxy, site):
         incoming = coordinator.store.directory / "incoming"
-        proxy.change(cut_after={"up": 2 * BLOCK_BYTES + BLOCK_BYTES // 2})
+        cut(proxy, "up", after=2 * BLOCK_BYTES + BLOCK_BYTES // 2)
         done = threading.Thread(target=site.follow)
         offset = site.session._push_offset
 
