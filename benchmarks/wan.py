@@ -2,12 +2,11 @@
 
     python -m benchmarks.wan --mbit 100 --rtt-ms 50 --params 834e3 --sites 2 --json
 
-Methods run one after another on the same emulated network (benchmarks/tun.py; needs root): SparseLoCo
-waiting for its update, SparseLoCo with the exchange behind inner steps, dense DiLoCo of ours, and
-torchft's DiLoCo with one bucket and with one call a tensor. loco's sites talk mutual TLS, torchft
-has none. For each: the share of time spent in inner steps, seconds a round spent on anything else,
-and bytes a round at a site's card. `--blackhole-seconds` adds a run in which nothing passes for a
-while.
+Methods run one after another on the same emulated network (benchmarks/tun.py; needs root):
+SparseLoCo waiting for its update, SparseLoCo with the exchange behind inner steps, dense DiLoCo of
+ours, and torchft's DiLoCo with one bucket and with one call a tensor. loco's sites talk mutual TLS,
+torchft has none. For each: the share of time spent in inner steps, seconds a round spent on
+anything else, and bytes a round at a site's card.
 """
 
 from __future__ import annotations
@@ -110,9 +109,7 @@ def config_of(method: str, args: argparse.Namespace) -> Config:
     return Config.model_validate(raw)
 
 
-def start_hub(
-    method: str, wan: Wan, folder: Path, names: tuple[str, ...]
-) -> subprocess.Popen[Any]:
+def start_hub(method: str, wan: Wan, folder: Path, names: tuple[str, ...]) -> subprocess.Popen[Any]:
     """The coordinator or torchft's lighthouse, on host 0."""
     if method.startswith("torchft"):
         code = (

@@ -61,7 +61,8 @@ class Pace:
             "wire_bytes_down": received / rounds,
             "rounds": rounds,
             "longest_gap_seconds": max(
-                b[0] - a[1] for a, b in zip(self.steps[first:last], self.steps[first + 1 :])  # noqa: B905
+                b[0] - a[1]
+                for a, b in zip(self.steps[first:last], self.steps[first + 1 :])  # noqa: B905
             ),
         }
 
@@ -91,7 +92,7 @@ def main() -> None:
     args.out.write_text(json.dumps(pace.report(config.inner.steps)))
 
 
-def loco_site(args: argparse.Namespace, config: Config) -> Pace:
+def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001 (it asks for it)
     """A worker of one rank whose trainer is paced."""
     from prometheus_client import CollectorRegistry
 

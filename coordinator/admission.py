@@ -154,9 +154,18 @@ def directive(
         return "finished", f"all {state.rules.rounds} rounds are done"
     if state.phase == "gathering" and state.hold == "draining":
         return "finished", f"an operator has drained the run at round {state.round}"
-    if site in state.expected and state.phase == "open" and site not in state.complete:
+    if _is_awaited(state, site):
         return "train", f"round {state.round} is open"
     return "wait", waiting_for(state)
+
+
+def may_go_on(state: State, site: str, have_round: int) -> bool:
+    """Whether a member with theta of `have_round` may train once it has applied that update."""
+    return have_round + 1 == state.round and _is_awaited(state, site)
+
+
+def _is_awaited(state: State, site: str) -> bool:
+    return state.phase == "open" and site in state.expected and site not in state.complete
 
 
 def caught_up(state: State, site: str, have_round: int, theta_digest: str) -> SiteReady | None:

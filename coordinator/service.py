@@ -8,6 +8,7 @@ happen in threads, never on the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -20,7 +21,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from coordinator.admission import caught_up, check_member, directive
+from coordinator.admission import caught_up, check_member, directive, may_go_on
 from coordinator.control import order_of
 from coordinator.engine import Engine
 from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
@@ -33,7 +34,13 @@ from loco.errors import ConfigError
 from loco.layout import Layout
 from loco.outer import k_at
 from loco.wire.blocks import make_block
-from loco.wire.protocol import BLOCK_BYTES, PROTOCOL_VERSION, wire_size
+from loco.wire.protocol import (
+    BLOCK_BYTES,
+    INLINE_BYTES,
+    PROTOCOL_VERSION,
+    sizes_by_kind,
+    wire_size,
+)
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
@@ -208,6 +215,13 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         )
         if word == "update":
             update = state.updates[have_round]
+            if update.size_bytes <= INLINE_BYTES:
+                with contextlib.suppress(FileNotFoundError):  # forgotten meanwhile: Pull says so
+                    data = await asyncio.to_thread(self._store.update(have_round).read_bytes)
+                    response.update.CopyFrom(make_block(data))
+            if may_go_on(state, site, have_round):
+                plan = self._plan(state.round, state.settings, state.first_step)
+                response.next.CopyFrom(plan)
             mine = update.included.get(site)
             response.update_bytes = update.size_bytes
             response.update_digest = bytes.fromhex(update.digest)
@@ -310,7 +324,8 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response = await method(request)
         finally:
             self._count(site, "up", "control", request)
-        self._count(site, "down", "control", response)
+        for kind, num_bytes in sizes_by_kind(response).items():
+            self._monitor.count(site, "down", kind, num_bytes)
         return response
 
     async def _download(

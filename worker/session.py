@@ -27,6 +27,7 @@ from loco.wire.blocks import is_sound, make_block
 from loco.wire.protocol import (
     BLOCK_BYTES,
     PROTOCOL_VERSION,
+    sizes_by_kind,
     wire_size,
 )
 from loco.wire.refusal import describe, refusal_of
@@ -338,4 +339,6 @@ class Session:
         return message
 
     def _received(self, message: Message, kind: str) -> None:
-        self.wire.count(self._site, "down", kind, wire_size(message))
+        sizes = {kind: wire_size(message)} if kind != "control" else sizes_by_kind(message)
+        for kind_, size in sizes.items():
+            self.wire.count(self._site, "down", kind_, size)

@@ -10,6 +10,7 @@ from loco.wire.v1 import coordinator_pb2 as pb
 PROTOCOL_VERSION = 1
 
 BLOCK_BYTES = 256 * 1024  # grpc.aio moves most per second with 64 KiB to 1 MiB a message
+INLINE_BYTES = 64 * 1024  # an update up to this comes with the answer that announces it
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024  # a block and its frame; layouts of 10,000 tensors fit
 
 PROBE_BYTES = 8 * 1024 * 1024  # of a measurement, each way at most
@@ -44,6 +45,13 @@ SERVER_OPTIONS = (
 def wire_size(message: Message) -> int:
     """Bytes of a message as handed to the transport: serialised, with gRPC's 5-byte prefix."""
     return message.ByteSize() + 5
+
+
+def sizes_by_kind(message: Message) -> dict[str, int]:
+    """`wire_size` of an answer, by what it is: an update that comes along is no control."""
+    inline = message.update.ByteSize() if isinstance(message, pb.WaitRoundResponse) else 0
+    sizes = {"update": inline, "control": wire_size(message) - inline}
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def phase_name(phase: pb.SitePhase.ValueType) -> str:

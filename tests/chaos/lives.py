@@ -52,7 +52,11 @@ class _MortalSession(Session):
 
     def next_directive(self, have_round: int, theta_digest: str) -> pb.WaitRoundResponse:
         self._moment("holds", have_round)
-        return super().next_directive(have_round, theta_digest)
+        answer = super().next_directive(have_round, theta_digest)
+        if answer.HasField("update"):  # it came along
+            self._moment("before pull", have_round)
+            self._moment("after pull", have_round)
+        return answer
 
     def leave(self, reason: str) -> None:
         """Nobody who is killed says goodbye."""

@@ -217,13 +217,14 @@ def test_both_ends_count_the_same_bytes(coordinator: Coordinator) -> None:
         session.push(header, body)
         oslo.contribute(0, vector(LAYOUT, 2))
         update = session.next_directive(0, digest)
-        session.pull(0, range(update.update_bytes))
+        assert session.pull(0, range(update.update_bytes)) == update.update.data
         session.close()
     theirs = counted(coordinator.running.monitor.registry, "paris")
     own = {key: value - asked[key] for key, value in counted(mine, "paris").items()}
     assert own == theirs
     assert len(body) < own["up", "contribution"] < len(body) + 500
-    assert update.update_bytes < own["down", "update"] < update.update_bytes + 100
+    twice = 2 * update.update_bytes  # along with the directive, and pulled
+    assert twice < own["down", "update"] < twice + 100
     assert 4 * LAYOUT.num_elements < own["down", "snapshot"]
 
 

@@ -1022,6 +1022,8 @@ class WaitRoundResponse(_message.Message):
     SNAPSHOT_ROUND_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     DATA_CURSOR_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
     directive: Global___Directive.ValueType
     """The directive."""
     message: _builtins.str
@@ -1042,6 +1044,16 @@ class WaitRoundResponse(_message.Message):
     def plan(self) -> Global___RoundPlan:
         """For TRAIN: how. For UPDATE with `included`: how that contribution was made."""
 
+    @_builtins.property
+    def update(self) -> Global___Block:
+        """For UPDATE: the update itself, where it is small: no Pull, one round trip less."""
+
+    @_builtins.property
+    def next(self) -> Global___RoundPlan:
+        """For UPDATE: how to train once it is applied, if the next round is open and expects this site:
+        no need to ask.
+        """
+
     def __init__(
         self,
         *,
@@ -1054,10 +1066,12 @@ class WaitRoundResponse(_message.Message):
         snapshot_round: _builtins.int = ...,
         plan: Global___RoundPlan | None = ...,
         data_cursor: _builtins.int = ...,
+        update: Global___Block | None = ...,
+        next: Global___RoundPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next", b"next", "plan", b"plan", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "directive", b"directive", "included", b"included", "message", b"message", "plan", b"plan", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "directive", b"directive", "included", b"included", "message", b"message", "next", b"next", "plan", b"plan", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update", b"update", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
