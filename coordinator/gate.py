@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 from cryptography import x509
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
@@ -100,6 +100,13 @@ RULES: dict[str, Rule] = {
 }
 
 
+@dataclass(frozen=True)
+class _Malformed:
+    """Stands for a request that could not be read."""
+
+    num_bytes: int
+
+
 @dataclass
 class _Call:
     """One call on its way in."""
@@ -151,7 +158,9 @@ class Gate(grpc.aio.ServerInterceptor):
             (True, True): grpc.stream_stream_rpc_method_handler,
         }
         make = kinds[handler.request_streaming, handler.response_streaming]
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        assert handler.request_deserializer is not None
+        decode = functools.partial(_decode, handler.request_deserializer)
+        return make(wrapped, decode, handler.response_serializer)
 
     # --- the two kinds of answers ---------------------------------------------------------------
 
@@ -209,22 +218,33 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _checked(self, call: _Call, request: Any) -> Any:
         """The request, or the stream of them, once it is known to speak for its own site."""
-        if isinstance(request, Message):
-            self._check_site(call, request)
-            return request
+        if isinstance(request, Message | _Malformed):
+            message = self._check_form(call, request)
+            self._check_site(call, message)
+            return message
         return self._checked_stream(call, request)
 
     async def _checked_stream(
-        self, call: _Call, requests: AsyncIterator[Message]
+        self, call: _Call, requests: AsyncIterator[Message | _Malformed]
     ) -> AsyncIterator[Message]:
         first = True
-        async for request in requests:
+        async for received in requests:
+            request = self._check_form(call, received)
             if first:
                 self._check_site(call, request)
                 first = False
             self._check_still(call)
             await self._limits.message(call.account)
             yield request
+
+    def _check_form(self, call: _Call, request: Message | _Malformed) -> Message:
+        if isinstance(request, _Malformed):
+            raise RefusedRequest(
+                "malformed",
+                f"{call.who} sent {request.num_bytes} bytes to {call.method.rpartition('/')[2]} "
+                "that are not its request: install the same version of loco on both sides",
+            )
+        return request
 
     def _check_site(self, call: _Call, request: Message) -> None:
         if call.identity is None or call.rule.site is None:
@@ -260,6 +280,14 @@ class Gate(grpc.aio.ServerInterceptor):
             message,
             trailing_metadata=((REASON_KEY, refused.reason),),
         )
+
+
+def _decode(deserialize: Callable[[bytes], Message], data: bytes) -> Message | _Malformed:
+    """An exception in here would end in gRPC's own log, with a traceback, at a stranger's will."""
+    try:
+        return deserialize(data)
+    except DecodeError:
+        return _Malformed(len(data))
 
 
 def _identity(context: Context) -> Identity:

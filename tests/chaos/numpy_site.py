@@ -21,6 +21,7 @@ from loco.digest import bytes_digest, chunk_hashes, theta_digest
 from loco.layout import CHUNK, Layout, cells
 from loco.metrics import Catalogue, WireMetrics
 from loco.outer import apply_update
+from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.pulse import Pulse
 from worker.session import Session
@@ -40,11 +41,20 @@ class Fate:
 class NumpySite:
     """One site of `ranks` shards; `run` takes it to the end of the run."""
 
-    def __init__(self, address: str, name: str, layout: Layout, *, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        layout: Layout,
+        *,
+        ranks: int = 1,
+        access: Access | None = None,
+    ) -> None:
         self.name = name
         self.ranks = ranks
         self.layout = layout
-        self.session = Session(address, name, 60.0, WireMetrics(Catalogue(CollectorRegistry())))
+        wire = WireMetrics(Catalogue(CollectorRegistry()))
+        self.session = Session(address, name, 60.0, wire, access)
         self.pulse = Pulse()
         self.theta: Array = np.zeros(layout.num_elements, np.float32)
         self.ef: Array = np.zeros_like(self.theta)
@@ -63,7 +73,11 @@ class NumpySite:
             run_id=run.run_id, site=self.name, incarnation=joined.incarnation
         )
         self.pulse.start(
-            self.session.address, self.session.caller, joined.heartbeat_seconds, self.session.wire
+            self.session.address,
+            self.session.access,
+            self.session.caller,
+            joined.heartbeat_seconds,
+            self.session.wire,
         )
         self._load(joined.snapshot_round)
 

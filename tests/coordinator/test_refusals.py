@@ -217,6 +217,11 @@ def _(paris: Member, oslo: Member) -> None:
     paris.push(0, BODY)
 
 
+@case("malformed", "site 'paris' sent 3 bytes to Heartbeat that are not its request")
+def _(paris: Member, oslo: Member) -> None:
+    paris.channel.unary_unary("/loco.wire.v1.CoordinatorService/Heartbeat")(b"\xff" * 3)
+
+
 @case("revoked", "the certificate of site 'paris' (serial")
 def _(paris: Member, oslo: Member) -> None:
     assert paris.coordinator.certs is not None

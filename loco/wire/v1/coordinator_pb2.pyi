@@ -89,6 +89,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The site's uploads of this round take all the disk that it may use."""
     REFUSAL_REASON_SLOW: _RefusalReason.ValueType  # 37
     """The upload came too slowly; what has arrived stays, and the next stream goes on behind it."""
+    REFUSAL_REASON_MALFORMED: _RefusalReason.ValueType  # 38
+    """The request's bytes are not a message of its kind."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a request was refused. Sent in the trailing metadata key "loco-reason" as the enum's name
@@ -155,6 +157,8 @@ REFUSAL_REASON_QUOTA: RefusalReason.ValueType  # 36
 """The site's uploads of this round take all the disk that it may use."""
 REFUSAL_REASON_SLOW: RefusalReason.ValueType  # 37
 """The upload came too slowly; what has arrived stays, and the next stream goes on behind it."""
+REFUSAL_REASON_MALFORMED: RefusalReason.ValueType  # 38
+"""The request's bytes are not a message of its kind."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _SitePhase:
