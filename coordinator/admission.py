@@ -62,7 +62,7 @@ def check_push(state: State, event: ShardStored) -> Refuse | Duplicate | None:
     if stranger is not None:
         return stranger
     have = _contributions(state, event.round).get(event.site)
-    if have is not None and have.incarnation == event.incarnation:
+    if have is not None and not made_anew(event, have):
         known = have.digests.get(event.shard)
         if known == event.digest:
             return Duplicate()
@@ -73,6 +73,17 @@ def check_push(state: State, event: ShardStored) -> Refuse | Duplicate | None:
                 "accepted before with other bytes",
             )
     return _check_round(state, event) or _check_shard(state, event, have)
+
+
+def made_anew(event: ShardStored, have: Contribution) -> bool:
+    """Whether the shard begins another contribution than the one of which `have` has come.
+
+    Another process life makes one, and so does a site of which the round asks one again after it
+    refused the first: its data went on meanwhile.
+    """
+    if event.incarnation != have.incarnation:
+        return True
+    return not have.complete and event.data_cursor > have.data_cursor
 
 
 def _contributions(state: State, round_: int) -> Mapping[str, Contribution]:
@@ -114,7 +125,7 @@ def _check_shard(state: State, event: ShardStored, have: Contribution | None) ->
         )
     if have is None:
         return None
-    if have.incarnation != event.incarnation:
+    if made_anew(event, have):
         if not have.complete:
             return None
         return Refuse(

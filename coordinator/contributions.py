@@ -68,13 +68,16 @@ class Checked:
     norm_sq: float
     """Sum of squares of the values."""
     largest: float
-    """Largest magnitude of a value."""
+    """Largest magnitude of a value; NaN or infinity if one is not finite."""
     largest_at: int
     """Its element in the padded buffer."""
 
 
 def check_contribution(path: Path, rows: range, *, bits: int) -> Checked:
-    """Decode a whole shard strictly; PayloadError where it is malformed."""
+    """Decode a whole shard strictly; PayloadError where it is malformed.
+
+    A value that is not finite is no fault of the bytes: it is told as the largest one.
+    """
     num_values, norm_sq, largest, largest_at = 0, 0.0, 0.0, 0
     for part, payload in read_payloads(path, rows):
         found = codec.peek(payload).bits
@@ -82,7 +85,12 @@ def check_contribution(path: Path, rows: range, *, bits: int) -> Checked:
             raise PayloadError(
                 "bad_header", f"{found}-bit payload, this run sends {bits} bits a value"
             )
-        sent = codec.decode(payload, len(part) * CHUNK)
+        try:
+            sent = codec.decode(payload, len(part) * CHUNK)
+        except PayloadError as error:
+            if error.reason != "non_finite":
+                raise
+            return _not_finite(payload, part)
         if not len(sent.values):
             continue
         num_values += len(sent.values)
@@ -92,3 +100,15 @@ def check_contribution(path: Path, rows: range, *, bits: int) -> Checked:
             largest = float(abs(sent.values[top]))
             largest_at = part.start * CHUNK + int(sent.indices[top])
     return Checked(num_values=num_values, norm_sq=norm_sq, largest=largest, largest_at=largest_at)
+
+
+def _not_finite(payload: bytes, rows: range) -> Checked:
+    """Where the first such value is; only a dense payload can express one."""
+    values = np.frombuffer(payload[codec.HEADER_BYTES :], "<f4")
+    at = int(np.argmin(np.isfinite(values)))
+    return Checked(
+        num_values=len(values),
+        norm_sq=float("nan"),
+        largest=float(abs(values[at])),
+        largest_at=rows.start * CHUNK + at,
+    )

@@ -54,6 +54,14 @@ class SiteLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SiteReturned(Event):
+    """A site that was given up for lost is heard of again, in the same process life."""
+
+    site: str
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SiteEvicted(Event):
     """An operator threw the site out; it may not join until it is readmitted."""
 
@@ -76,10 +84,16 @@ class SiteReadmitted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRefused(Event):
-    """What a site sent was malformed, corrupt or absurd."""
+    """A shard was malformed, corrupt or absurd.
+
+    `round` and `data_cursor` tell which contribution of the site it belongs to.
+    """
 
     site: str
     incarnation: int
+    round: int
+    shard: int
+    data_cursor: int
     reason: str
 
 
@@ -189,6 +203,7 @@ DURABLE: dict[str, type[Event]] = {
         SiteReady,
         SiteLeft,
         SiteLost,
+        SiteReturned,
         SiteEvicted,
         SiteQuarantined,
         SiteReadmitted,

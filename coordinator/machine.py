@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from coordinator.admission import check_join, check_member, check_push, waiting_for
+from coordinator.admission import check_join, check_member, check_push, made_anew, waiting_for
 from coordinator.events import (
     Duplicate,
     Effect,
@@ -38,10 +38,11 @@ from coordinator.events import (
     SiteQuarantined,
     SiteReadmitted,
     SiteReady,
+    SiteReturned,
     SnapshotRequested,
     Tick,
 )
-from coordinator.state import Contribution, Site, SiteStatus, State, Update
+from coordinator.state import Contribution, Site, SiteStatus, State, Strike, Update
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ def _objection(state: State, event: Event) -> Refuse | Duplicate | None:
             return check_push(state, event)
         case SiteJoined():
             return check_join(state, event)
-        case SiteReady() | SiteLeft() | Heard() | SiteLost() | ShardRefused():
+        case SiteReady() | SiteLeft() | Heard() | SiteLost() | SiteReturned() | ShardRefused():
             return check_member(state, event.site, event.incarnation)
         case SiteEvicted() | SiteReadmitted() if event.site not in state.sites:
             known = ", ".join(sorted(state.sites)) or "none has joined"
@@ -80,21 +81,24 @@ def _apply(state: State, event: Event, now: float) -> State:
         case SiteJoined():
             return _joined(state, event, now)
         case SiteReady():
-            return _set_status(_heard(state, event.site, now), event.site, "ready")
+            return _back(_heard(state, event.site, now), event.site, "ready")
         case SiteLeft():
             return _departed(state, event.site, "left")
         case SiteLost():
-            return _departed(state, event.site, "lost")
+            return _lost(state, event.site)
+        case SiteReturned():
+            # Not of the open round: it says with its next WaitRound what it holds.
+            status: SiteStatus = "ready" if event.site in state.lost else "syncing"
+            return _back(state, event.site, status)
         case SiteEvicted():
             return _departed(state, event.site, "evicted")
         case SiteQuarantined():
             return _departed(state, event.site, "quarantined")
         case SiteReadmitted():
-            site = replace(state.sites[event.site], status="left", refusals=0)
+            site = replace(state.sites[event.site], status="left", refusals=0, struck=None)
             return state.with_site(event.site, site)
         case ShardRefused():
-            site = state.sites[event.site]
-            return state.with_site(event.site, replace(site, refusals=site.refusals + 1))
+            return _struck(state, event)
         case SettingChanged():
             changed = {**state.next_settings, event.key: event.value}
             return replace(state, next_settings=changed)
@@ -149,14 +153,49 @@ def _departed(state: State, name: str, status: SiteStatus) -> State:
     return _set_status(_without_partial(state, name), name, status)
 
 
+def _lost(state: State, name: str) -> State:
+    """Not waited for, unless it is heard of again while the round is open."""
+    lost = (*state.lost, name) if name in state.expected else state.lost
+    return replace(_departed(state, name, "lost"), lost=lost)
+
+
+def _back(state: State, name: str, status: SiteStatus) -> State:
+    """The site is there; the open round expects it again if it did before it was lost."""
+    state = _set_status(state, name, status)
+    if name not in state.lost:
+        return state
+    return replace(
+        state,
+        expected=tuple(sorted({*state.expected, name})),
+        lost=tuple(s for s in state.lost if s != name),
+    )
+
+
+def _struck(state: State, event: ShardRefused) -> State:
+    """Count refused contributions, not shards: of one that all ranks sent in vain, one counts."""
+    site = state.sites[event.site]
+    shards: tuple[int, ...] = (event.shard,)
+    last, key = site.struck, (event.round, event.data_cursor)
+    counts = 1
+    if last and (last.round, last.data_cursor) == key and event.shard not in last.shards:
+        shards, counts = (*last.shards, *shards), 0  # the same shard again would count again
+    struck = Strike(round=event.round, data_cursor=event.data_cursor, shards=shards)
+    site = replace(site, refusals=site.refusals + counts, struck=struck)
+    state = state.with_site(event.site, site)
+    if event.reason == "corrupt" or event.round != state.round:
+        return state  # the same contribution comes again
+    return _without_partial(state, event.site)
+
+
 def _without_partial(state: State, name: str) -> State:
-    """Expect no more of this process life; what it contributed in full still counts."""
+    """Expect nothing more of it in this round; what it contributed in full still counts."""
     have = state.contributions.get(name)
     contributions = dict(state.contributions)
     if have is not None and not have.complete:
         del contributions[name]
     expected = tuple(s for s in state.expected if s != name or (have and have.complete))
-    return replace(state, expected=expected, contributions=contributions)
+    lost = tuple(s for s in state.lost if s != name)
+    return replace(state, expected=expected, lost=lost, contributions=contributions)
 
 
 def _set_status(state: State, name: str, status: SiteStatus) -> State:
@@ -169,7 +208,7 @@ def _heard(state: State, name: str, now: float) -> State:
 
 def _stored(state: State, event: ShardStored, now: float) -> State:
     have = state.contributions.get(event.site)
-    if have is None or have.incarnation != event.incarnation:
+    if have is None or made_anew(event, have):
         have = Contribution(
             incarnation=event.incarnation,
             num_shards=event.num_shards,
@@ -185,8 +224,10 @@ def _stored(state: State, event: ShardStored, now: float) -> State:
         norm_sq=have.norm_sq + event.norm_sq,
     )
     state = replace(state, contributions={**state.contributions, event.site: have})
-    site = replace(state.sites[event.site], status="ready", heard_at=now, refusals=0)
-    state = state.with_site(event.site, site)
+    state = _back(_heard(state, event.site, now), event.site, "ready")
+    if have.complete:
+        site = replace(state.sites[event.site], refusals=0, struck=None)
+        state = state.with_site(event.site, site)
     if state.quorum_at is None and len(state.complete) >= state.rules.min_sites:
         state = replace(state, quorum_at=now)
     return state
@@ -232,6 +273,7 @@ def _committed(state: State, event: RoundCommitted) -> State:
         digests={**_since(state.digests, oldest), round_: event.theta_digest},
         sites=sites,
         expected=(),
+        lost=(),
         contributions={},
         included=(),
         updates={**_since(state.updates, oldest), event.round: update},
@@ -268,6 +310,9 @@ def _decide(state: State, event: Event, now: float) -> tuple[Effect, ...]:
         return (Reduce(round=state.round, included=state.included),)
     if isinstance(event, ShardRefused) and _incorrigible(state, event.site):
         return (Emit(event=SiteQuarantined(site=event.site)),)
+    if isinstance(event, Heard) and state.sites[event.site].status == "lost":
+        back = SiteReturned(site=event.site, incarnation=event.incarnation)
+        return (Emit(event=back),)
     due: Event | None = _opening(state) or _closing(state, now)
     if due is None and isinstance(event, Tick):
         due = _lost_site(state, now) or _late(state, now)

@@ -32,6 +32,7 @@ from coordinator.events import (
     SiteLeft,
     SiteLost,
     SiteQuarantined,
+    SiteReturned,
 )
 from coordinator.history import HISTORY_FILE, RUN, History, HistoryFile
 from coordinator.keys import Keys
@@ -147,6 +148,9 @@ class Monitor:
                 self._departed(event.site, "left", event.reason)
             case SiteLost():
                 self._departed(event.site, "lost", "nothing heard of it")
+            case SiteReturned():
+                self._appear(event.site)
+                self._note("returned", f"site {event.site} is heard of again", site=event.site)
             case SiteQuarantined():
                 self._departed(event.site, "quarantined", "too many refused contributions in a row")
         if (order := order_words(event)) is not None:

@@ -20,7 +20,7 @@ class Note:
     """Something that an operator wants to read: a refusal, or what became of a site."""
 
     at: float  # Unix seconds
-    what: str  # reason of the refusal; or joined, left, lost, late
+    what: str  # reason of the refusal; or joined, left, lost, returned, late
     message: str
 
 

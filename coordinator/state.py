@@ -30,6 +30,15 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Strike:
+    """A refused contribution, and which of its shards were: together they count once."""
+
+    round: int
+    data_cursor: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Site:
     """A site as the coordinator knows it."""
 
@@ -44,6 +53,8 @@ class Site:
     """Inner steps behind its included contributions: where its data goes on."""
     refusals: int = 0
     """Contributions refused in a row."""
+    struck: Strike | None = None
+    """The last of them, until a whole contribution is accepted."""
 
     @property
     def alive(self) -> bool:
@@ -91,6 +102,8 @@ class State:
     phase: Phase = "gathering"
     sites: Mapping[str, Site] = field(default_factory=dict)
     expected: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    """Sites that the open round expected and that fell silent: expected again if heard of."""
     contributions: Mapping[str, Contribution] = field(default_factory=dict)
     included: tuple[str, ...] = ()
     updates: Mapping[int, Update] = field(default_factory=dict)

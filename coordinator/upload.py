@@ -240,7 +240,7 @@ class Uploads:
                 "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
             ) from error
         self._monitor.contribution(event, checked.num_values, time.monotonic() - started)
-        if checked.largest > config.outer.max_value:
+        if not checked.largest <= config.outer.max_value:  # NaN, too
             name = layout.parameter_at(checked.largest_at).name
             raise RefusedRequest(
                 "absurd",
@@ -263,9 +263,15 @@ class Uploads:
     async def _strike(self, event: ShardStored, refused: RefusedRequest) -> None:
         """Count what only a faulty site sends; enough of it in a row means quarantine."""
         if refused.reason in ("corrupt", "payload", "absurd"):
-            await self._engine.submit(
-                ShardRefused(site=event.site, incarnation=event.incarnation, reason=refused.reason)
+            strike = ShardRefused(
+                site=event.site,
+                incarnation=event.incarnation,
+                round=event.round,
+                shard=event.shard,
+                data_cursor=event.data_cursor,
+                reason=refused.reason,
             )
+            await self._engine.submit(strike)
 
     def _incoming(self, header: pb.PushHeader) -> Path:
         """The digest in the name keeps uploads of other contents apart."""

@@ -156,6 +156,21 @@ class Exchange:
                 encoded.undo(self._ef[here])
         self._sent = None
 
+    def retract(self, limit: float) -> int:
+        """The coordinator refused what was sent for its content: EF takes it back.
+
+        Except for values that are larger than `limit` in magnitude or not finite: they would be
+        refused in every round to come. Returns how many of them this rank's rows had.
+        """
+        self.settle(included=False)
+        dropped = 0
+        for cell in cells(self.rows):
+            ef = self._ef[self._slice(cell)]
+            absurd = ~(np.abs(ef) <= limit)
+            ef[absurd] = 0
+            dropped += int(np.count_nonzero(absurd))
+        return dropped
+
     def apply(self, update: bytes) -> None:
         """theta of this round becomes theta of the next."""
         offset = 0

@@ -40,6 +40,7 @@ class Worker:
         self._plan = pb.RoundPlan()
         self._theta_digest = ""
         self._pending: tuple[pb.PushHeader, bytes] | None = None
+        self._retracted_round = -1
         self._waited_before = 0.0
         self._in_flight = False
         """A contribution was captured, and the update that answers it is not applied yet."""
@@ -48,7 +49,7 @@ class Worker:
 
     def run(self) -> None:
         """Train until the run is finished."""
-        run = self._get_run()
+        self._run = run = self._get_run()
         self._config = config_from_json(run.config_json)
         self._trainer = self._site.together(self._make_trainer)
         self._layout = layout_of(self._trainer.model)
@@ -56,7 +57,7 @@ class Worker:
         self._exchange = Exchange(self._config, self._site, self._trainer.model, self._layout)
         self._checkpoints = self._open_checkpoints(run.run_id)
         try:
-            self._rounds(self._enter(run))
+            self._rounds(self._enter())
         except NonFiniteError:
             with self._pulse.edit() as beat:
                 beat.non_finite = True
@@ -70,11 +71,10 @@ class Worker:
         while directive.directive != pb.DIRECTIVE_FINISHED:
             try:
                 self._follow(directive)
+                directive = self._following(directive) or self._next_directive()
             except RefusedError as refused:
-                if refused.reason != "not_available":
-                    raise
-                log.warning("the run has moved on meanwhile: %s", refused)
-            directive = self._following(directive) or self._next_directive()
+                self._overcome(refused)
+                directive = pb.WaitRoundResponse(directive=pb.DIRECTIVE_WAIT)
         self._evaluate_if_due()
 
     def _following(self, done: pb.WaitRoundResponse) -> pb.WaitRoundResponse | None:
@@ -84,6 +84,16 @@ class Worker:
         if self._theta_digest != done.theta_digest:
             return None  # the coordinator has to be told
         return pb.WaitRoundResponse(directive=pb.DIRECTIVE_TRAIN, plan=done.next)
+
+    def _overcome(self, refused: RefusedError) -> None:
+        """Go on where asking again helps; any other refusal ends the site."""
+        match refused.reason:
+            case "not_available":
+                log.warning("the run has moved on meanwhile: %s", refused)
+            case "unknown_site":
+                self._join_again(refused)
+            case _:
+                raise refused
 
     def _follow(self, directive: pb.WaitRoundResponse) -> None:
         match directive.directive:
@@ -95,6 +105,8 @@ class Worker:
                 if directive.message:
                     log.warning("starting again from the snapshot: %s", directive.message)
                 self._load_snapshot(directive.snapshot_round, directive.theta_digest)
+            case pb.DIRECTIVE_WAIT:
+                pass
             case _:
                 raise LocoError(f"the coordinator sent an unknown directive: {directive}")
 
@@ -109,7 +121,10 @@ class Worker:
         assert self._pending is not None
         header, body = self._pending
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
-            self._meanwhile.do(lambda: self._push(header, body))
+            try:
+                self._meanwhile.do(lambda: self._session.push(header, body))
+            except RefusedError as refused:
+                self._take_refusal(refused)
 
     def _train(self, plan: pb.RoundPlan) -> tuple[pb.PushHeader, bytes]:
         """The round's contribution of this rank."""
@@ -165,14 +180,33 @@ class Worker:
             beat.totals.resumed_bytes = int(resumed_bytes)
             beat.totals.in_site_bytes = int(in_site_bytes)
 
-    def _push(self, header: pb.PushHeader, body: bytes) -> None:
-        try:
-            self._session.push(header, body)
-        except RefusedError as refused:
-            if refused.reason not in ("stale_round", "not_expected", "digest"):
-                raise
-            # The next directive says what the run did instead; EF keeps what was not included.
-            log.warning("contribution refused: %s", refused)
+    def _take_refusal(self, refused: RefusedError) -> None:
+        """Nothing of a refused contribution is lost; the next directive says how to go on."""
+        match refused.reason:
+            case "stale_round" | "not_expected" | "digest":
+                fate = "it stays in error feedback if the update does without it"
+            case "corrupt":  # bounded: the coordinator quarantines after enough of them in a row
+                fate = "it is sent again"
+            case "payload" | "absurd":
+                fate = self._retract()
+            case _:
+                raise refused
+        if self._site.leads:
+            round_ = self._exchange.round
+            log.warning("contribution to round %d refused, %s: %s", round_, fate, refused)
+
+    def _retract(self) -> str:
+        """Back to theta, with the contribution in EF; what became of it, in words.
+
+        The round goes on without this site, or asks for another contribution if it cannot.
+        """
+        limit = self._config.outer.max_value
+        (dropped,) = self._site.sum(self._exchange.retract(limit))
+        self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
+        self._pending, self._retracted_round = None, self._exchange.round
+        self._in_flight = False
+        fate = "the site skips the round, error feedback takes the contribution back"
+        return f"{fate} but for {dropped:.0f} values beyond {limit:g}" if dropped else fate
 
     def _step_meanwhile(self, away: bool) -> bool:
         """One inner step during an exchange, or because nobody answers; False: no more."""
@@ -258,7 +292,9 @@ class Worker:
     def _say_fate(self, included: bool) -> None:
         """One line a round: what became of the contribution, and theta after it."""
         before = self._exchange.round - 1
-        mine = self._pending is not None and self._pending[0].round == before
+        mine = before == self._retracted_round or (
+            self._pending is not None and self._pending[0].round == before
+        )
         fate = (
             "included" if included else "not included, kept in error feedback" if mine else "none"
         )
@@ -316,7 +352,7 @@ class Worker:
             return None
         return Checkpoints(directory, self._site, run_id=run_id, name=self._options.site)
 
-    def _enter(self, run: pb.GetRunResponse) -> pb.WaitRoundResponse:
+    def _enter(self) -> pb.WaitRoundResponse:
         """Join with the state of the newest checkpoint, or from the coordinator's snapshot.
 
         Error feedback is kept only with the theta that it belongs to: if the run can lead that
@@ -324,7 +360,7 @@ class Worker:
         """
         saved = self._checkpoints.newest() if self._checkpoints else None
         have = Have(round=saved.round, theta_digest=saved.theta_digest) if saved else None
-        joined = self._join(run, have)
+        joined = self._join(have)
         self._trainer.data_cursor = joined.data_cursor
         if self._checkpoints and saved:
             rows = self._exchange.rows
@@ -364,15 +400,9 @@ class Worker:
             num_rows=self._layout.num_chunks,
         )
 
-    def _join(self, run: pb.GetRunResponse, have: Have | None) -> pb.JoinResponse:
-        def ask() -> bytes:
-            answer = self._session.join(run, self._layout, self._site.num_ranks, have)
-            return answer.SerializeToString()
-
-        joined = pb.JoinResponse.FromString(self._site.from_leader(ask))
-        self._session.caller = pb.Caller(
-            run_id=run.run_id, site=self._options.site, incarnation=joined.incarnation
-        )
+    def _join(self, have: Have | None) -> pb.JoinResponse:
+        joined = self._become_member(have)
+        run = self._run
         log_fields(run=run.run_id, site=self._options.site, rank=self._site.rank)
         if self._site.leads:
             log.info(
@@ -393,6 +423,33 @@ class Worker:
                 self._session.wire,
             )
         return joined
+
+    def _become_member(self, have: Have | None) -> pb.JoinResponse:
+        """Join, all ranks under one incarnation; waits like any other call."""
+
+        def ask() -> bytes:
+            if not self._site.leads:
+                return b""
+            ranks = self._site.num_ranks
+            return self._session.join(self._run, self._layout, ranks, have).SerializeToString()
+
+        answer = self._site.gather_bytes(self._meanwhile.do(ask))[0]
+        joined = pb.JoinResponse.FromString(answer)
+        self._session.caller = pb.Caller(
+            run_id=self._run.run_id, site=self._options.site, incarnation=joined.incarnation
+        )
+        return joined
+
+    def _join_again(self, refused: RefusedError) -> None:
+        """The coordinator came back with a state from before this site joined.
+
+        Theta, EF, optimizer and place in the data stay: the next directive says whether theta is
+        the run's. A coordinator that the site is ahead of is waited for, as everywhere.
+        """
+        log.warning("joining again: %s", refused)
+        self._become_member(Have(round=self._exchange.round, theta_digest=self._theta_digest))
+        with self._pulse.edit() as beat:
+            beat.caller.CopyFrom(self._session.caller)
 
     def _load_snapshot(self, round_: int, digest: str) -> None:
         with self._pulse.phase(pb.SITE_PHASE_SYNC):

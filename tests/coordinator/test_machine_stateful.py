@@ -162,11 +162,21 @@ class Rounds(RuleBasedStateMachine):
         self.push(site, shard, incarnation=known.incarnation - stale)
 
     @precondition(lambda self: self.state.sites)
-    @rule(data=st.data())
-    def malformed(self, data: st.DataObject) -> None:
+    @rule(
+        data=st.data(), reason=st.sampled_from(["payload", "corrupt"]), cursor=st.integers(14, 16)
+    )
+    def malformed(self, data: st.DataObject, reason: str, cursor: int) -> None:
         site = data.draw(st.sampled_from(sorted(self.state.sites)))
-        incarnation = self.state.sites[site].incarnation
-        self.submit(ShardRefused(site=site, incarnation=incarnation, reason="payload"))
+        known = self.state.sites[site]
+        event = ShardRefused(
+            site=site,
+            incarnation=known.incarnation,
+            round=self.state.round,
+            shard=data.draw(st.integers(0, known.num_ranks - 1)),
+            data_cursor=cursor,
+            reason=reason,
+        )
+        self.submit(event)
 
     @precondition(lambda self: len(self.state.sites) > 2)
     @rule(data=st.data())
@@ -178,7 +188,11 @@ class Rounds(RuleBasedStateMachine):
         if kind is SiteLeft:
             self.submit(SiteLeft(site=site, incarnation=incarnation, reason=""))
         elif kind is Heard:
+            before = self.state
             self.submit(Heard(site=site, incarnation=incarnation))
+            assert self.state.sites[site].status != "lost", "it is there again"
+            if site in before.lost:
+                assert site in self.state.expected, "and its round waits for it again"
         elif kind is SiteEvicted:
             self.submit(SiteEvicted(site=site))
         elif self.state.sites[site].status in ("evicted", "quarantined"):
@@ -233,6 +247,12 @@ class Rounds(RuleBasedStateMachine):
     @invariant()
     def no_site_counts_twice(self) -> None:
         assert len(set(self.included)) == len(self.included)
+
+    @invariant()
+    def whoever_is_lost_is_not_waited_for(self) -> None:
+        waited_for = set(self.state.expected) - set(self.state.complete)
+        assert not waited_for & {n for n, site in self.state.sites.items() if not site.alive}
+        assert not waited_for & set(self.state.lost)
 
     @invariant()
     def the_reducer_is_at_work_while_a_round_is_closing(self) -> None:

@@ -334,8 +334,12 @@ def test_a_changed_alpha_is_shown_from_the_round_that_it_holds_for(pair: Play) -
 
 
 def test_a_quarantined_site_is_one_of_the_counts(pair: Play) -> None:
-    for _ in range(pair.state.rules.quarantine_after):
-        pair.submit(ShardRefused(site="paris", incarnation=1, reason="payload"))
+    for cursor in range(pair.state.rules.quarantine_after):
+        pair.submit(
+            ShardRefused(
+                site="paris", incarnation=1, round=0, shard=0, data_cursor=cursor, reason="payload"
+            )
+        )
     assert pair.value("loco_sites", state="quarantined") == 1
     assert pair.value("loco_site_alive", site="paris") == 0
 

@@ -239,8 +239,8 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_round_goes_on(tmp_
         with pytest.raises(grpc.RpcError) as caught:
             paris.push(0, header + values.tobytes())
         reason, message = refusal(caught.value)
-        assert reason == "payload"
-        assert "non_finite" in message
+        assert reason == "absurd"
+        assert "'paris' has nan in block.weight" in message
         assert coordinator.state.complete == ()
         paris.push(0, right)
         eventually(lambda: coordinator.state.round == 1, "the round is committed")

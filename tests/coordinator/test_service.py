@@ -299,3 +299,30 @@ def test_many_sites_at_once(tmp_path: Path) -> None:
         assert sorted(coordinator.state.updates[0].included) == [f"site-{i}" for i in range(8)]
         for member in members:
             member.channel.close()
+
+
+def test_a_site_whose_heartbeats_return_is_expected_again(tmp_path: Path) -> None:
+    """In the open round that waited for it before, without a word from anything but its pulse."""
+    quorum = {"min_sites": 2, "heartbeat_seconds": 0.3, "dead_after_seconds": 1.0}
+    with (
+        coordinating(create_store(tmp_path, config_of(quorum=quorum))) as coordinator,
+        Member(coordinator, "paris") as paris,
+        Member(coordinator, "oslo") as oslo,
+    ):
+        paris.enter()
+        oslo.enter()
+        assert coordinator.state.expected == ("oslo", "paris")
+
+        def paris_is_lost() -> bool:
+            oslo.beat()
+            return bool(coordinator.state.sites["paris"].status == "lost")
+
+        eventually(paris_is_lost, "paris is lost")
+        assert coordinator.state.expected == ("oslo",)
+        paris.beat()
+        assert coordinator.state.sites["paris"].status == "ready"
+        assert coordinator.state.expected == ("oslo", "paris")
+        assert coordinator.metric("loco_site_alive", site="paris") == 1
+        status = coordinator.running.monitor.status(coordinator.state)
+        assert status["sites_alive"] == 2
+        assert status["notes"][0]["message"] == "site paris is heard of again"

@@ -338,3 +338,72 @@ def test_a_site_waits_while_the_coordinator_has_an_older_state(
         assert digests(again) == undisturbed
     finally:
         again.stop()
+
+
+def test_a_site_that_an_older_state_does_not_know_joins_again(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """An operator restored a copy from before the site's first join; the run is at its round."""
+    state = tmp_path / "state"
+    store = create(state, config_of_run())
+    store.close()
+    shutil.copytree(state, tmp_path / "older")
+    held, trained = {0}, []
+
+    def hold(what: str, round_: int) -> bool:
+        if what == "before push":
+            trained.append(round_)
+            eventually(lambda: round_ not in held, "the test goes on")
+        return False
+
+    coordinator = Coordinator(Store.open(state))
+    address = coordinator.address
+    paris = Life(address, "paris", is_over=hold)
+    eventually(lambda: trained == [0], "paris has trained round 0")
+    coordinator.stop()
+    older = Coordinator(Store.open(tmp_path / "older"), listen=address)
+    try:
+        assert older.state.sites == {}
+        held.clear()
+        paris.finishes()
+        assert older.metric("loco_rejections_total", reason="unknown_site") >= 1
+        assert digests(older) == undisturbed
+        assert trained == [0, *range(ROUNDS)], "what it had trained was sent, not made again"
+        cursors = [shard.data_cursor for shard in stored(older)]
+        assert cursors == [H * (r + 1) for r in range(ROUNDS)]
+    finally:
+        older.stop()
+
+
+def test_a_site_that_is_past_a_state_that_does_not_know_it_waits_for_its_own(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """Joining again must not let it adopt a lower round: it is ahead, and says so."""
+    state, newer = tmp_path / "state", tmp_path / "newer"
+    create(state, config_of_run()).close()
+    shutil.copytree(state, tmp_path / "older")
+    held = {2}
+
+    def hold(what: str, round_: int) -> bool:
+        if what == "holds":
+            eventually(lambda: round_ not in held, "the test goes on")
+        return False
+
+    coordinator = Coordinator(Store.open(state))
+    address = coordinator.address
+    paris = Life(address, "paris", is_over=hold)
+    eventually(lambda: coordinator.state.round == 2, "round 2")
+    coordinator.stop()
+    state.rename(newer)
+    older = Coordinator(Store.open(tmp_path / "older"), listen=address)
+    held.clear()
+    eventually(lambda: older.metric("loco_rejections_total", reason="ahead") > 0, "refused")
+    assert older.state.sites == {}
+    older.stop()
+    again = Coordinator(Store.open(newer), listen=address)
+    try:
+        paris.finishes()
+        assert digests(again) == undisturbed
+        assert again.state.sites["paris"].incarnation == 1, "it is the same life as before"
+    finally:
+        again.stop()

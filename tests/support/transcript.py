@@ -120,6 +120,18 @@ def _stored(state: State, site: str, shard: str = "0/1", *options: str) -> Shard
     )
 
 
+def _refused(state: State, site: str, reason: str, *options: str) -> ShardRefused:
+    given = dict(option.split("=") for option in options)
+    return ShardRefused(
+        site=site,
+        incarnation=state.sites[site].incarnation,
+        round=state.round,
+        shard=int(given.get("shard", 0)),
+        data_cursor=int(given.get("cursor", 15 * (state.round + 1))),
+        reason=reason,
+    )
+
+
 def _committed(state: State) -> RoundCommitted:
     return RoundCommitted(
         round=state.round,
@@ -142,9 +154,8 @@ EVENTS: dict[str, Callable[..., Event]] = {
     ),
     "heard": lambda state, site, *inc: Heard(site=site, incarnation=_incarnation(state, site, inc)),
     "push": _stored,
-    "malformed": lambda state, site: ShardRefused(
-        site=site, incarnation=state.sites[site].incarnation, reason="payload"
-    ),
+    "malformed": lambda state, site, *options: _refused(state, site, "payload", *options),
+    "corrupt": lambda state, site, *options: _refused(state, site, "corrupt", *options),
     "reduced": _committed,
     "tick": lambda state: Tick(),
     "recovered": lambda state: Recovered(),
@@ -172,7 +183,10 @@ def describe(effect: Effect) -> str:
 
 def summary(state: State) -> str:
     """The state in one line."""
-    sites = " ".join(f"{n}.{s.incarnation}={s.status}" for n, s in sorted(state.sites.items()))
+    strikes = {n: f"!{s.refusals}" if s.refusals else "" for n, s in state.sites.items()}
+    sites = " ".join(
+        f"{n}.{s.incarnation}={s.status}{strikes[n]}" for n, s in sorted(state.sites.items())
+    )
     parts = [f"round {state.round} {state.phase}", f"[{sites}]"]
     if state.expected:
         parts.append(f"expects {','.join(state.expected)}")

@@ -86,13 +86,13 @@ def worker_of(coordinator: Coordinator) -> Iterator[Worker]:
 
 def enter(worker: Worker) -> pb.WaitRoundResponse:
     """What `Worker.run` does before its rounds; returns the first directive."""
-    run = worker._get_run()
-    worker._config = config_from_json(run.config_json)
+    worker._run = worker._get_run()
+    worker._config = config_from_json(worker._run.config_json)
     worker._trainer = worker._make_trainer()
     worker._layout = layout_of(worker._trainer.model)
     worker._exchange = Exchange(worker._config, worker._site, worker._trainer.model, worker._layout)
     worker._checkpoints = None
-    return worker._enter(run)
+    return worker._enter()
 
 
 def test_a_whole_run_of_one_rank(tmp_path: Path, corpus: Path) -> None:

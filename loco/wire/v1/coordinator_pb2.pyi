@@ -56,7 +56,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_CORRUPT: _RefusalReason.ValueType  # 12
     """The bytes that came do not have the declared size or digest."""
     REFUSAL_REASON_PAYLOAD: _RefusalReason.ValueType  # 13
-    """The payload is malformed; the message carries the codec's reason."""
+    """The payload is malformed; the message carries the codec's reason. The round goes on without."""
     REFUSAL_REASON_DIGEST: _RefusalReason.ValueType  # 14
     """The site's theta differs from the coordinator's: it must fetch a snapshot."""
     REFUSAL_REASON_NOT_AVAILABLE: _RefusalReason.ValueType  # 15
@@ -66,7 +66,9 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_DISK_FULL: _RefusalReason.ValueType  # 17
     """The coordinator's disk is full: nothing is lost, try again when there is room."""
     REFUSAL_REASON_ABSURD: _RefusalReason.ValueType  # 18
-    """A value of the contribution is larger than the run allows; the message names the tensor."""
+    """A value of the contribution is not finite or larger than the run allows; the message names the
+    tensor. The round goes on without.
+    """
     REFUSAL_REASON_QUARANTINED: _RefusalReason.ValueType  # 19
     """The site's contributions were refused too often; an operator must readmit it."""
     REFUSAL_REASON_EVICTED: _RefusalReason.ValueType  # 20
@@ -124,7 +126,7 @@ REFUSAL_REASON_SHARD: RefusalReason.ValueType  # 11
 REFUSAL_REASON_CORRUPT: RefusalReason.ValueType  # 12
 """The bytes that came do not have the declared size or digest."""
 REFUSAL_REASON_PAYLOAD: RefusalReason.ValueType  # 13
-"""The payload is malformed; the message carries the codec's reason."""
+"""The payload is malformed; the message carries the codec's reason. The round goes on without."""
 REFUSAL_REASON_DIGEST: RefusalReason.ValueType  # 14
 """The site's theta differs from the coordinator's: it must fetch a snapshot."""
 REFUSAL_REASON_NOT_AVAILABLE: RefusalReason.ValueType  # 15
@@ -134,7 +136,9 @@ REFUSAL_REASON_CONFLICT: RefusalReason.ValueType  # 16
 REFUSAL_REASON_DISK_FULL: RefusalReason.ValueType  # 17
 """The coordinator's disk is full: nothing is lost, try again when there is room."""
 REFUSAL_REASON_ABSURD: RefusalReason.ValueType  # 18
-"""A value of the contribution is larger than the run allows; the message names the tensor."""
+"""A value of the contribution is not finite or larger than the run allows; the message names the
+tensor. The round goes on without.
+"""
 REFUSAL_REASON_QUARANTINED: RefusalReason.ValueType  # 19
 """The site's contributions were refused too often; an operator must readmit it."""
 REFUSAL_REASON_EVICTED: RefusalReason.ValueType  # 20
