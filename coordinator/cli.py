@@ -45,16 +45,14 @@ def coordinator(
     """
     import asyncio
 
+    from coordinator.addresses import check_free
     from coordinator.keys import Keys
     from coordinator.server import Where, check_plaintext, open_run, serve
     from loco.log import start_logging
     from loco.processes import interrupt_on_sigterm
-    from loco.wire.protocol import split_address
 
     interrupt_on_sigterm()  # until the run is served: from then on both signals drain
-    for address in (listen, metrics):
-        if address is not None:
-            split_address(address)
+    check_free({"--listen": listen, "--metrics": metrics})
     start_logging("coordinator")
     keys = Keys(bundle) if bundle is not None else None
     where = Where(listen=listen, metrics=metrics, metrics_token=metrics_token, keys=keys)

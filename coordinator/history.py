@@ -140,6 +140,10 @@ class History:
             if round_ in self.rounds and (site == RUN or site in self.sites)
         ]
 
+    def give_back(self, rows: Iterable[tuple[int, str, str]]) -> None:
+        """Rows that could not be written, and are to be taken again."""
+        self._unwritten |= {(round_, site) for round_, site, _ in rows}
+
     def restore(self, rows: Iterable[tuple[int, str, str]]) -> None:
         """The inverse of `take_unwritten`; rows are ordered by round."""
         for round_, site, body in rows:
@@ -242,12 +246,14 @@ class HistoryFile:
             return self._db.execute("SELECT round, site, body FROM told ORDER BY round").fetchall()
 
     def write(self, rows: list[tuple[int, str, str]], oldest_round: int) -> None:
-        """Store rows, and forget the rounds before the oldest."""
-        with self._lock:
+        """Store rows, and forget the rounds before the oldest: all or nothing.
+
+        Raises sqlite3.OperationalError where the disk is full; the next call begins afresh.
+        """
+        with self._lock, self._db:  # which commits, or rolls back
             self._db.execute("BEGIN")
             self._db.executemany("INSERT OR REPLACE INTO told VALUES (?, ?, ?)", rows)
             self._db.execute("DELETE FROM told WHERE round < ?", (oldest_round,))
-            self._db.execute("COMMIT")
 
     def close(self) -> None:
         with self._lock:

@@ -81,10 +81,9 @@ class Journal:
 
     def create(self, facts: dict[str, str]) -> None:
         """Write the facts of a new run, all or none."""
-        with self._lock:
+        with self._lock, self._db:  # which commits, or rolls back
             self._db.execute("BEGIN")
             self._db.executemany("INSERT INTO facts VALUES (?, ?)", facts.items())
-            self._db.execute("COMMIT")
 
     def close(self) -> None:
         with self._lock:

@@ -38,6 +38,7 @@ from coordinator.history import HISTORY_FILE, RUN, History, HistoryFile
 from coordinator.keys import Keys
 from coordinator.measure import directory_bytes, measure_update, support_overlap
 from coordinator.notes import Note, order_words
+from coordinator.settings import in_force
 from coordinator.state import State, Update
 from coordinator.status import status_document
 from coordinator.store import Store
@@ -46,7 +47,6 @@ from coordinator.tracing import traces_if_wanted
 from loco.certs.identity import Identity
 from loco.log import log_fields
 from loco.metrics import ORDERS, PHASES, STATES, CoordinatorMetrics
-from loco.outer import alpha_at, k_at
 from loco.wire.v1 import coordinator_pb2 as pb
 
 log = logging.getLogger("loco.coordinator")
@@ -261,8 +261,8 @@ class Monitor:
         run.held.set(state.hold != "none")
         self._inner_steps = state.inner_steps
         run.inner_steps.set(state.inner_steps)
-        run.alpha.set(state.settings.get("outer.alpha", alpha_at(config.outer, state.round)))
-        run.k.set(state.settings.get("codec.k", k_at(config.codec, state.round)))
+        run.alpha.set(in_force("outer.alpha", config, state.settings, state.round))
+        run.k.set(in_force("codec.k", config, state.settings, state.round))
         last = state.updates.get(state.round - 1)
         statuses = Counter(site.status for site in state.sites.values())
         counts = {
@@ -405,7 +405,7 @@ class Monitor:
             await self._measure_update(round_, self._unmeasured.pop(round_))
         rows = self.history.take_unwritten()
         if rows:
-            await asyncio.to_thread(self._file.write, rows, self.history.rounds.start)
+            await self._write_history(rows)
         if time.monotonic() - self._disk_at > _DISK_SECONDS:
             self._disk_at = time.monotonic()
             used = await asyncio.to_thread(directory_bytes, self.store.directory)
@@ -426,6 +426,13 @@ class Monitor:
                 "PLAINTEXT (--insecure): everyone who reaches this address may read and command; "
                 "loco certs init makes certificates"
             )
+
+    async def _write_history(self, rows: list[tuple[int, str, str]]) -> None:
+        try:
+            await asyncio.to_thread(self._file.write, rows, self.history.rounds.start)
+        except sqlite3.OperationalError:  # a full disk: with the next turn that has room
+            self.history.give_back(rows)
+            raise
 
     async def _measure_update(self, round_: int, values_by_site: dict[str, int]) -> None:
         path = self.store.update(round_)

@@ -18,13 +18,14 @@ import xxhash
 from coordinator.contributions import ShardReader
 from coordinator.failpoints import reach
 from coordinator.files import write_aside
+from coordinator.settings import in_force
 from coordinator.snapshots import Snapshot
 from coordinator.state import Contribution, State
 from coordinator.store import Store
 from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
 from loco.layout import CHUNK, cells
-from loco.outer import OuterRules, Piece, alpha_at, outer_step
+from loco.outer import OuterRules, Piece, outer_step
 
 Array = npt.NDArray[np.float32]
 
@@ -132,7 +133,7 @@ def norm_scales(norms: Mapping[str, float], max_ratio: float | None) -> dict[str
 def _outer_rules(config: Config, state: State) -> OuterRules:
     return OuterRules(
         aggregation=config.outer.aggregation,
-        alpha=state.settings.get("outer.alpha", alpha_at(config.outer, state.round)),
+        alpha=in_force("outer.alpha", config, state.settings, state.round),
         momentum=config.outer.momentum,
         bits=config.codec.bits,
     )

@@ -28,11 +28,11 @@ from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
 from coordinator.monitor import Monitor
 from coordinator.probe import Probes
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
+from coordinator.settings import in_force
 from coordinator.upload import Uploads
 from loco.config import check_site_name
 from loco.errors import ConfigError
 from loco.layout import Layout
-from loco.outer import k_at
 from loco.wire.blocks import make_block
 from loco.wire.protocol import (
     BLOCK_BYTES,
@@ -243,12 +243,12 @@ class Service(pb_grpc.CoordinatorServiceServicer):
 
     def _plan(self, round_: int, settings: Mapping[str, float], first_step: int) -> pb.RoundPlan:
         config = self._store.config
-        inner_steps = int(settings.get("inner.steps", config.inner.steps))
+        inner_steps = int(in_force("inner.steps", config, settings, round_))
         return pb.RoundPlan(
             inner_steps=inner_steps,
             first_step=first_step,
             total_steps=first_step + (config.run.rounds - round_) * inner_steps,
-            k=int(settings.get("codec.k", k_at(config.codec, round_))),
+            k=int(in_force("codec.k", config, settings, round_)),
         )
 
     # --- checks ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from coordinator.admission import waiting_for
+from coordinator.settings import settings_document
 from coordinator.state import Site, State
 from coordinator.told import Told
 from loco.metrics import DIRECTIONS
@@ -46,6 +47,8 @@ def status_document(monitor: Monitor, state: State, now: float) -> dict[str, Any
         "hold": state.hold,
         "waiting_for": waiting_for(state),
         "plaintext": monitor.plaintext,
+        "settings": settings_document(store.config, state),
+        "snapshot_due": state.snapshot_due,
         "seconds_a_round": _seconds_a_round(monitor, state.round),
         "params": store.layout.num_parameters,
         "dense_bytes_per_round": store.layout.dense_bytes,

@@ -27,6 +27,14 @@ SITE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Alpha = Annotated[float, Field(gt=0.0, le=10.0)]
+
+
+def _number_of_key(key: Any) -> Any:
+    """TOML's keys are text."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+RoundKey = Annotated[int, BeforeValidator(_number_of_key), Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, le=7 * 86400.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -163,7 +171,7 @@ class OuterConfig(_Section):
     delay_steps: Annotated[int, Field(ge=0)] = 0
     """Inner steps that a site makes while its contribution and the update are on their way; the
     update is applied after exactly so many. 0 waits for it."""
-    alpha_steps: dict[Annotated[int, Field(ge=1)], Alpha] = {}
+    alpha_steps: dict[RoundKey, Alpha] = {}
     """Another alpha from a round on, for example { 100 = 0.65, 500 = 0.4 }."""
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of the sites' error feedback a round."""

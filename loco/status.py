@@ -109,10 +109,28 @@ def _headline(status: Status) -> Text:
     return Text(
         f"run {status['run_id']}: round {status['round']} of {status['rounds']}, "
         f"{status['phase']}{held}{_time_left(status)}; {measured}\n{status['waiting_for']}\n"
+        f"{_settings(status)}\n"
         f"sites registered {status['sites_registered']}, alive {status['sites_alive']}, "
         f"included {status['sites_included']}; theta {status['theta_digest'][:16]}"
         f"{_PLAINTEXT if status['plaintext'] else ''}"
     )
+
+
+def _settings(status: Status) -> str:
+    """`alpha 0.6 (an operator's; the config says 1), k 64, to be 128 from round 7 on, H 15`."""
+    names = {"outer.alpha": "alpha", "codec.k": "k", "inner.steps": "H"}
+    parts = []
+    for key, name in names.items():
+        found = status["settings"][key]
+        part = f"{name} {found['value']:g}"
+        if found["ordered"] is not None:
+            part += f" (an operator's; the config says {found['configured']:g})"
+        if found["pending"] is not None:
+            part += f", to be {found['pending']:g} from round {found['pending_round']} on"
+        parts.append(part)
+    if status["snapshot_due"]:
+        parts.append("a snapshot after this round")
+    return "; ".join(parts)
 
 
 def _time_left(status: Status) -> str:

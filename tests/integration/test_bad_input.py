@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.cluster import Cluster, run_loco
+from support.cluster import Cluster, free_port, run_loco
 
 from loco.demo.config import SITE_NAMES
 
@@ -125,6 +125,7 @@ def test_a_coordinator_in_use(tmp_path: Path) -> None:
             code=2,
             says=(cluster.address, "in use", "--listen"),
         )
+        assert not other.exists(), "nothing is created for a coordinator that cannot listen"
         refused(
             *coordinator(cluster.config, cluster.state, "--listen", "127.0.0.1:0"),
             code=2,
@@ -136,6 +137,13 @@ def test_a_coordinator_in_use(tmp_path: Path) -> None:
             code=2,
             says=(cluster.address, "--metrics"),
         )  # fmt: skip
+        free = f"127.0.0.1:{free_port()}"
+        refused(
+            *coordinator(cluster.config, tmp_path / "third", "--listen", free, "--metrics", free),
+            code=2,
+            says=(free, "--metrics"),
+        )
+        assert not (tmp_path / "third").exists()
         before = cluster.status()
         _corpora_that_cannot_be_used(cluster, tmp_path)
         assert cluster.status()["theta_digest"] == before["theta_digest"]

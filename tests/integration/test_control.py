@@ -17,6 +17,7 @@ from coordinator.events import SettingChanged
 from coordinator.store import Store
 from loco.control import control
 from loco.errors import RefusedError
+from loco.status import StatusClient
 from loco.wire.v1 import coordinator_pb2 as pb
 
 CONFIG = config_of(
@@ -103,6 +104,48 @@ def test_settings_and_holds_survive_a_restart(tmp_path: Path) -> None:
         assert status(again)["hold"] == "paused"
     finally:
         again.stop()
+
+
+def test_the_status_says_what_holds_who_ordered_it_and_what_is_to_come(
+    tmp_path: Path,
+) -> None:
+    """As `loco status --json` gives it, over the wire, round by round."""
+    config = config_of(
+        quorum={"min_sites": 1},
+        run={"rounds": 20},
+        inner={"steps": 3},
+        outer={"alpha": 1.0, "alpha_steps": {2: 0.7}},
+        codec={"k": 64, "k_start": 256, "k_ramp_rounds": 2},
+    )
+    with (
+        coordinating(create_store(tmp_path, config)) as coordinator,
+        Member(coordinator, "paris") as paris,
+    ):
+        paris.enter()
+
+        def settings(key: str) -> list[object]:
+            client = StatusClient(coordinator.address)
+            found = client.fetch()["settings"][key]
+            client.close()
+            keys = ("value", "configured", "ordered", "pending", "pending_round")
+            return [found[name] for name in keys]
+
+        assert settings("outer.alpha") == [1.0, 1.0, None, None, None]
+        assert settings("codec.k") == [256, 256, None, None, None]
+        assert settings("inner.steps") == [3, 3, None, None, None]
+        order(coordinator, "set", "codec.k=128")
+        assert settings("codec.k") == [256, 256, None, 128.0, 1]
+        finish_round(coordinator, (paris,))
+        assert settings("codec.k") == [128.0, 128, 128.0, None, None]
+        finish_round(coordinator, (paris,))
+        assert settings("outer.alpha") == [0.7, 0.7, None, None, None]
+        assert settings("codec.k") == [128.0, 64, 128.0, None, None]
+        order(coordinator, "pause")
+        finish_round(coordinator, (paris,))
+        order(coordinator, "set", "inner.steps=9")
+        assert settings("inner.steps") == [3, 3, None, 9.0, 3]
+        order(coordinator, "resume")
+        assert settings("inner.steps") == [9.0, 3, 9.0, None, None]
 
 
 def test_pause_finishes_the_round_and_opens_none_until_resume(

@@ -131,6 +131,25 @@ def test_several_faults_are_told_at_once() -> None:
     assert "codec.bits" in message
 
 
+def test_a_schedule_of_alpha_is_read_from_toml_and_survives_the_wire() -> None:
+    text = "[outer]\nalpha = 1.0\nalpha_steps = { 100 = 0.65, 500 = 0.4 }\n"
+    config = parse_config(text, source="run.toml")
+    assert config.outer.alpha_steps == {100: 0.65, 500: 0.4}
+    assert config_from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ("{ soon = 0.5 }", "outer.alpha_steps.soon"),
+        ("{ 0 = 0.5 }", "outer.alpha_steps.0"),
+        ("{ 9 = 99.0 }", "outer.alpha_steps.9 = 99.0"),
+    ],
+)
+def test_an_impossible_schedule_names_the_step(steps: str, told: str) -> None:
+    assert told in refused(f"[outer]\nalpha_steps = {steps}\n")
+
+
 def test_text_that_is_not_toml_says_where() -> None:
     assert "line 2" in refused("[run]\nrounds = x\n")
 

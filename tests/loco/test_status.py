@@ -17,6 +17,7 @@ from support.live import Coordinator, Member, coordinating
 from support.play import playing
 from support.runs import config_of, create_store
 
+from coordinator.events import SettingChanged, SnapshotRequested
 from loco.errors import UnreachableError
 from loco.status import StatusClient, human_bytes, human_seconds, render
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -54,6 +55,21 @@ def test_every_row_fits_80_columns(status: dict[str, Any]) -> None:
     (paris,) = (line for line in lines if line.startswith("paris"))
     assert paris.split()[1:5] == ["compute", "compute", "c" * 15 + "p" * 5, "1"]
     assert "1.2 MB" in paris
+
+
+def test_settings_orders_and_what_is_pending_are_on_the_screen(tmp_path: Path) -> None:
+    config = config_of(run={"rounds": 9}, quorum={"min_sites": 1})
+    with playing(create_store(tmp_path, config)) as play:
+        play.join("oslo")
+        shown = " ".join(screen(play.monitor.status(play.state), 80).split())
+        assert "alpha 1; k 64; H 15" in shown
+        play.submit(SettingChanged(key="outer.alpha", value=0.6))
+        play.submit(SnapshotRequested())
+        shown = " ".join(screen(play.monitor.status(play.state), 80).split())
+        assert "alpha 1, to be 0.6 from round 1 on; k 64; H 15; a snapshot after this" in shown
+        play.push("oslo")
+        shown = " ".join(screen(play.monitor.status(play.state), 80).split())
+        assert "alpha 0.6 (an operator's; the config says 1); k 64; H 15" in shown
 
 
 def test_wide_screens_have_rates_and_ranks_too(status: dict[str, Any]) -> None:
