@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from coordinator.events import RoundCommitted, ShardStored
 from coordinator.recovery import recover
 from coordinator.store import Store
 from loco.digest import file_digest
-from loco.errors import LocoError
+from loco.errors import ConfigError, LocoError
 
 
 @dataclass
@@ -29,47 +29,56 @@ class Verdict:
 def check_state(directory: Path) -> Verdict:
     """Check journal, snapshots, contributions and updates, then replay the run.
 
-    Needs the directory to itself: ConfigError while a coordinator uses it.
+    These are the files that the run is made again from; `incoming/`, `work/` and history.sqlite
+    hold nothing that is needed. Needs the directory to itself: ConfigError while a coordinator
+    uses it.
     """
     verdict = Verdict()
-    try:
-        store = Store.open(directory)
-    except sqlite3.DatabaseError as error:
-        verdict.faults.append(f"journal: {error}")
-        return verdict
-    try:
-        verdict.faults += [f"journal: {fault}" for fault in store.journal.check()]
-        _check_snapshots(store, verdict)
-        _check_files(store, verdict)
-        state, _ = recover(store)
-        verdict.round, verdict.theta_digest = state.round, state.theta_digest
-    except LocoError as error:
-        verdict.faults.append(str(error))
-    finally:
-        store.close()
+    with contextlib.ExitStack() as opened:
+        try:
+            store = Store.open(directory)
+            opened.callback(store.close)
+            verdict.faults += [f"journal: {fault}" for fault in store.journal.check()]
+            _check_snapshots(store, verdict)
+            _check_files(store, verdict)
+            state, _ = recover(store)
+            verdict.round, verdict.theta_digest = state.round, state.theta_digest
+        except ConfigError:
+            raise
+        except LocoError as error:
+            verdict.faults.append(str(error))
     return verdict
 
 
 def _check_snapshots(store: Store, verdict: Verdict) -> None:
+    for path in store.snapshots.damaged_manifests():
+        verdict.faults.append(f"{path} is not as it was written")
     for snapshot in store.snapshots.all():
         verdict.snapshots.append(snapshot.round)
         verdict.faults += snapshot.faults()
 
 
 def _check_files(store: Store, verdict: Verdict) -> None:
+    snapshots = store.snapshots.all()
+    # Contributions from before the oldest snapshot are gone, and nothing needs them.
+    oldest = min((snapshot.round for snapshot in snapshots), default=0)
+    updates = {r: u.digest for s in snapshots for r, u in s.state.updates.items()}
     for _, event in store.journal.replay(after=0):
         verdict.events += 1
         if isinstance(event, ShardStored):
             path = store.contribution(
                 event.round, event.site, event.incarnation, event.shard, event.digest
             )
-            # Those from before the oldest snapshot are gone, and nothing needs them.
-            if path.parent.exists():
+            if event.round >= oldest or path.exists():
                 verdict.contributions += 1
                 _check_digest(path, event.digest, verdict)
-        if isinstance(event, RoundCommitted) and store.update(event.round).exists():
+        if isinstance(event, RoundCommitted):
+            updates[event.round] = event.update_digest
+    oldest_update = max(updates, default=-1) + 1 - store.config.state.keep_updates
+    for round_, digest in sorted(updates.items()):
+        if round_ >= oldest_update:
             verdict.updates += 1
-            _check_digest(store.update(event.round), event.update_digest, verdict)
+            _check_digest(store.update(round_), digest, verdict)
 
 
 def _check_digest(path: Path, digest: str, verdict: Verdict) -> None:

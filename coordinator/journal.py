@@ -11,6 +11,9 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from coordinator.events import DURABLE, Event
 from coordinator.failpoints import reach
@@ -21,13 +24,18 @@ CREATE TABLE IF NOT EXISTS events (
     seq   INTEGER PRIMARY KEY AUTOINCREMENT,
     at    REAL NOT NULL,     -- Unix seconds, for people; replay does not read it
     kind  TEXT NOT NULL,     -- class name of coordinator.events
-    body  TEXT NOT NULL      -- its fields, JSON
+    body  TEXT NOT NULL,     -- its fields, JSON
+    digest TEXT NOT NULL     -- XXH3-64 of at, kind and body: SQLite does not notice a changed byte
 );
 CREATE TABLE IF NOT EXISTS facts (
-    name  TEXT PRIMARY KEY,  -- what never changes: run_id, config, layout, theta_digest
-    value TEXT NOT NULL
+    name  TEXT PRIMARY KEY,  -- what never changes: run_id, config, layout
+    value TEXT NOT NULL,
+    digest TEXT NOT NULL     -- XXH3-64 of name and value
 );
 """
+
+
+_TIGHT = (",", ":")
 
 
 class Journal:
@@ -36,29 +44,45 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise LocoError(f"the journal {path} cannot be opened: {error}") from error
 
     def append(self, event: Event, at: float) -> None:
         """Write one event and sync; `at` in Unix seconds."""
         assert event.durable
-        body = json.dumps(dataclasses.asdict(event), separators=(",", ":"))
+        kind, body = type(event).__name__, json.dumps(dataclasses.asdict(event), separators=_TIGHT)
         reach("journal.before_append")
         with self._lock:
             self._db.execute(
-                "INSERT INTO events (at, kind, body) VALUES (?, ?, ?)",
-                (at, type(event).__name__, body),
+                "INSERT INTO events (at, kind, body, digest) VALUES (?, ?, ?, ?)",
+                (at, kind, body, _digest(at, kind, body)),
             )
         reach("journal.after_append")
 
     def replay(self, after: int) -> Iterator[tuple[float, Event]]:
-        """Events with a number above `after`, with their times, oldest first."""
-        rows = self._db.execute(
-            "SELECT at, kind, body FROM events WHERE seq > ? ORDER BY seq", (after,)
-        )
-        for at, kind, body in rows:
+        """Events with a number above `after`, with their times, oldest first.
+
+        Raises LocoError where one is not as it was written.
+        """
+        for seq, at, kind, body, digest in self._rows(after):
+            if digest != _digest(at, kind, body):
+                raise LocoError(f"event {seq} of the journal is damaged; restore a copy of it")
             yield at, _event(kind, body)
+
+    def _rows(self, after: int) -> Iterator[tuple[int, float, str, str, str]]:
+        columns = "seq, at, kind, body, digest"
+        return self._read(f"SELECT {columns} FROM events WHERE seq > ? ORDER BY seq", after)
+
+    def _read(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield from self._db.execute(query, values)
+        except sqlite3.DatabaseError as error:
+            raise LocoError(f"the journal is damaged: {error}; restore a copy of it") from error
 
     def last_seq(self) -> int:
         """Number of the newest event; 0 before the first. Numbers are never used again."""
@@ -71,23 +95,42 @@ class Journal:
             self._db.execute("DELETE FROM events WHERE seq <= ?", (up_to,))
 
     def check(self) -> list[str]:
-        """What SQLite finds wrong with the file; empty when nothing is."""
-        rows = [row[0] for row in self._db.execute("PRAGMA integrity_check")]
-        return [] if rows == ["ok"] else rows
+        """What is wrong with the file; empty when nothing is."""
+        rows = [str(row[0]) for row in self._read("PRAGMA integrity_check")]
+        return ([] if rows == ["ok"] else rows) + [
+            f"event {seq} is damaged"
+            for seq, at, kind, body, digest in self._rows(after=0)
+            if digest != _digest(at, kind, body)
+        ]
 
     def facts(self) -> dict[str, str]:
-        """What the run was created with; empty for a new state directory."""
-        return dict(self._db.execute("SELECT name, value FROM facts"))
+        """What the run was created with; empty for a new state directory.
+
+        Raises LocoError where one is not as it was written.
+        """
+        facts = {}
+        for name, value, digest in self._read("SELECT name, value, digest FROM facts"):
+            if digest != _digest(name, value):
+                raise LocoError(f"{name!r} in the journal is damaged; restore a copy of it")
+            facts[name] = value
+        return facts
 
     def create(self, facts: dict[str, str]) -> None:
         """Write the facts of a new run, all or none."""
         with self._lock, self._db:  # which commits, or rolls back
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT INTO facts VALUES (?, ?)", facts.items())
+            self._db.executemany(
+                "INSERT INTO facts VALUES (?, ?, ?)",
+                [(name, value, _digest(name, value)) for name, value in facts.items()],
+            )
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+
+def _digest(*fields: object) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(fields).encode())
 
 
 def _event(kind: str, body: str) -> Event:

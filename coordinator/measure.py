@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,11 +57,10 @@ def support_overlap(values_by_site: list[int], num_union: int) -> float | None:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Bytes of all files below; one that disappears while we look does not count."""
+    """Bytes of all files below; what disappears while we look does not count."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue
+    for parent, _, names in os.walk(directory):  # which passes over a directory that is gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total

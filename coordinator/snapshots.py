@@ -44,6 +44,13 @@ class Manifest(BaseModel):
     """Number of the last event that `state` contains."""
     state: str
     """Canonical JSON of the round machine's state."""
+    digest: str = ""
+    """XXH3-128 of this manifest with an empty digest, hex."""
+
+    def sealed(self) -> Manifest:
+        """The same with its own digest."""
+        body = self.model_copy(update={"digest": ""}).model_dump_json().encode()
+        return self.model_copy(update={"digest": xxhash.xxh3_128_hexdigest(body)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,7 @@ class Snapshot:
         return [
             f"{self.directory / name} has not the digest that its manifest states"
             for name, digest in self.manifest.digests.items()
-            if file_digest(self.directory / name).hex() != digest
+            if not _has_digest(self.directory / name, digest)
         ]
 
 
@@ -83,6 +90,11 @@ class Snapshots:
         """Whole snapshots, newest first."""
         found = (_open(path) for path in self._directory.iterdir() if path.name.isdigit())
         return sorted((s for s in found if s is not None), key=lambda s: -s.round)
+
+    def damaged_manifests(self) -> list[Path]:
+        """Manifests that are not as they were written; their snapshots count as none."""
+        found = sorted(self._directory.glob("*/manifest.json"))
+        return [path for path in found if _read(path) is None]
 
     def newest(self) -> Snapshot:
         """The newest whole snapshot; its files are believed."""
@@ -105,10 +117,10 @@ class Snapshots:
         fell_back = False
         for path in self._directory.iterdir():
             whole = (path / "manifest.json").exists()
-            damaged = whole and int(path.name) > newest_sound
-            if damaged or not whole:
+            newer = whole and int(path.name) > newest_sound
+            if newer or not whole or _read(path / "manifest.json") is None:
                 shutil.rmtree(path)
-            fell_back = fell_back or damaged
+            fell_back = fell_back or newer
         return fell_back
 
     def save(
@@ -136,7 +148,7 @@ class Snapshots:
             state=_STATE.dump_json(state).decode(),
         )
         with write_aside(directory / "manifest.json") as file:
-            file.write(manifest.model_dump_json().encode())
+            file.write(manifest.sealed().model_dump_json().encode())
         reach("snapshot.manifest_written")
         for snapshot in self.all()[KEEP:]:
             (snapshot.directory / "manifest.json").unlink()
@@ -146,11 +158,24 @@ class Snapshots:
 
 
 def _open(directory: Path) -> Snapshot | None:
-    try:
-        manifest = Manifest.model_validate_json((directory / "manifest.json").read_bytes())
-    except FileNotFoundError:
+    path = directory / "manifest.json"
+    if not path.exists():
         return None  # a crash interrupted its writing
-    except ValidationError as error:
-        log.error("%s is damaged: %s", directory / "manifest.json", error)
+    manifest = _read(path)
+    if manifest is None:
+        log.error("%s is damaged", path)
         return None
     return Snapshot(round=int(directory.name), directory=directory, manifest=manifest)
+
+
+def _read(path: Path) -> Manifest | None:
+    """None if it is not as it was written."""
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError:
+        return None
+    return manifest if manifest == manifest.sealed() else None
+
+
+def _has_digest(path: Path, digest: str) -> bool:
+    return path.exists() and file_digest(path).hex() == digest

@@ -13,6 +13,7 @@ Files are written aside, synced and renamed: a file that has its name is whole.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import shutil
 from pathlib import Path
@@ -81,18 +82,25 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path) -> Store:
-        """Open an existing run."""
+        """Open an existing run.
+
+        Raises ConfigError where there is none, or another process has it; LocoError for a journal
+        that is damaged.
+        """
         if not cls.exists(directory):
             raise ConfigError(f"{directory} holds no run: there is no journal.sqlite in it")
-        lock = lock_directory(directory)
-        journal = Journal(directory / "journal.sqlite")
-        if not journal.facts():
-            journal.close()
-            lock.close()
-            raise ConfigError(
-                f"the run in {directory} was never fully created; remove the directory and start it"
-            )
-        return cls(directory, lock, journal)
+        with contextlib.ExitStack() as opened:
+            lock = opened.enter_context(lock_directory(directory))
+            journal = Journal(directory / "journal.sqlite")
+            opened.callback(journal.close)
+            if not journal.facts():
+                raise ConfigError(
+                    f"the run in {directory} was never fully created; "
+                    "remove the directory and start it"
+                )
+            store = cls(directory, lock, journal)
+            opened.pop_all()
+        return store
 
     def close(self) -> None:
         self.journal.close()

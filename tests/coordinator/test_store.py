@@ -17,6 +17,8 @@ from support.live import Member, coordinating, eventually
 from support.runs import LAYOUT, config_of, create_store, digest_of, vector
 
 from coordinator.check import check_state
+from coordinator.events import SiteLost
+from coordinator.journal import Journal
 from coordinator.recovery import recover
 from coordinator.server import open_run
 from coordinator.state import State
@@ -230,8 +232,9 @@ def test_a_changed_config_is_refused_with_the_keys_named(tmp_path: Path) -> None
 def test_an_unknown_event_names_the_remedy(tmp_path: Path) -> None:
     store = create_store(tmp_path, CONFIG)
     store.close()
-    with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
-        journal.execute("INSERT INTO events (at, kind, body) VALUES (0, 'SiteDanced', '{}')")
+    journal = Journal(tmp_path / "journal.sqlite")
+    of_a_newer_version = type("SiteDanced", (SiteLost,), {})
+    journal.append(of_a_newer_version(site="paris", incarnation=1), 0.0)
     journal.close()
     store = Store.open(tmp_path)
     with pytest.raises(LocoError, match="'SiteDanced' that this version of loco does not know"):
