@@ -81,7 +81,7 @@ class Damage:
             exchange._ef[AT] = 3.0e38
             self.before = exchange._ef.copy()
         elif what == "before push" and self.a is None and self.before is not None:
-            step = exchange._theta - exchange._read_rows()
+            step = exchange._theta - exchange._anchor
             self.a, self.round = np.float32(0.95) * self.before + step, round_
         elif what == "holds" and self.a is not None and self.after is None:
             self.after = exchange._ef.copy()
