@@ -14,15 +14,15 @@ VERBS = ("set", "pause", "resume", "drain", "evict", "readmit", "snapshot")
 _TIMEOUT_SECONDS = 10.0
 
 
-def control(address: str, verb: str, argument: str | None, access: Access) -> str:
-    """Send one order; returns what will happen, in words.
+def control(address: str, verb: str, argument: str | None, access: Access | None = None) -> str:
+    """Send one order; returns what will happen, in words. `access` defaults to plaintext.
 
     Raises:
         ConfigError: the verb or its argument is not possible.
         RefusedError, UnreachableError: as the coordinator answers, or does not.
     """
     request = _request(verb, argument)
-    link = Link(address, access)
+    link = Link(address, access or Access())
     try:
         answer = link.stub.Control(request, timeout=_TIMEOUT_SECONDS)
     except grpc.RpcError as error:
