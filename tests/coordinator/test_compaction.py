@@ -33,7 +33,9 @@ RESTARTS = (37, 88)
 def train(directory: Path) -> tuple[State, list[int], list[int]]:
     """The run with two restarts on the way: its state, bytes and events by round."""
     coordinator = Coordinator(create_store(directory, CONFIG))
-    member = Member(coordinator, "paris").enter()
+    member = Member(coordinator, "paris")
+    member.join(instance="paris")
+    member.wait(0)
     num_bytes, num_events = [], []
     for round_ in range(ROUNDS):
         if round_ in RESTARTS:

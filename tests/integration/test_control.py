@@ -41,6 +41,7 @@ def sites(coordinator: Coordinator) -> Iterator[tuple[Member, Member]]:
 
 
 def finish_round(coordinator: Coordinator, sites: tuple[Member, ...]) -> None:
+    eventually(lambda: coordinator.state.phase == "open", "the round is open")
     round_ = coordinator.state.round
     for seed, site in enumerate(sites):
         site.contribute(round_, vector(LAYOUT, seed))
