@@ -10,6 +10,15 @@ PACKAGES = {
     "ip": "iproute2",
     "prometheus": "prometheus",
     "promtool": "prometheus",
+    "munged": "munge",
+    "sbatch": "slurm-client",
+    "scancel": "slurm-client",
+    "scontrol": "slurm-client",
+    "sinfo": "slurm-client",
+    "shellcheck": "shellcheck",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "systemd-analyze": "systemd",
 }
 
 

@@ -1,0 +1,228 @@
+"""The files of deploy/ by the tools that will read them: hadolint, compose's schema, systemd,
+shellcheck, helm and Kubernetes' schemas. What they do is run in the tests beside this one.
+
+Run alone: pytest tests/deploy/test_files.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+from support.programs import program
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "loco"
+SITE = {
+    "name": "paris", "coordinator": "loco.example.com:29400", "bundleSecret": "loco-paris",
+    "nodes": 2, "ranksPerNode": 8, "gpusPerNode": 8, "data": "/data/corpus", "dataClaim": "corpus",
+    "checkpointClaim": "paris", "resources": {"requests": {"cpu": "32"}},
+    "nodeSelector": {"gpu": "h200"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "extraArgs": ["--link-mbit=1000"],
+}  # fmt: skip
+COORDINATOR = {"config": '[run]\nname = "mine"\n'}
+KUBERNETES = ("1.29", "1.34")
+RELEASE = "mine"
+
+
+def run(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def tool(name: str) -> str:
+    """A program that a package of the `test` extra ships."""
+    return str(Path(sys.executable).with_name(name))
+
+
+# --- docker and compose ---------------------------------------------------------------------------
+
+
+def test_the_dockerfile_by_hadolint() -> None:
+    config = str(DEPLOY / "docker" / ".hadolint.yaml")
+    assert run(tool("hadolint"), "-c", config, str(DEPLOY / "docker" / "Dockerfile")) == ""
+
+
+def test_the_image_is_built_from_what_the_context_holds() -> None:
+    copied = re.findall(
+        r"^COPY (?!--from)(.+) \S+$", (DEPLOY / "docker" / "Dockerfile").read_text(), re.M
+    )
+    allowed = set(re.findall(r"^!(\w.*)$", (ROOT / ".dockerignore").read_text(), re.M))
+    assert {name for line in copied for name in line.split()} == allowed
+    assert all((ROOT / name).exists() for name in allowed)
+
+
+def test_compose_by_its_schema() -> None:
+    compose = str(DEPLOY / "compose" / "compose.yaml")
+    run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", compose)
+
+
+def test_every_file_that_compose_mounts_exists() -> None:
+    composed = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
+    mounted = [
+        volume.split(":")[0]
+        for service in composed["services"].values()
+        for volume in service.get("volumes", [])
+    ]
+    for source in mounted:
+        if source.startswith("."):
+            assert (DEPLOY / "compose" / source).exists(), source
+        else:
+            assert source in composed["volumes"]
+
+
+# --- systemd --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("unit", "exposure"), [("loco-coordinator.service", 20), ("loco-worker@.service", 25)]
+)
+def test_units_by_systemd(unit: str, exposure: int, tmp_path: Path) -> None:
+    """`exposure` is systemd's own score, 0 (nothing) to 100: the units stay below it."""
+    text = (DEPLOY / "systemd" / unit).read_text()
+    assert text.count("/opt/loco/bin/loco ") == 1
+    copy = tmp_path / unit.replace("@.", "@paris.")
+    copy.write_text(text.replace("/opt/loco/bin/loco", tool("loco")))
+    analyze = program("systemd-analyze")
+    assert run(analyze, "verify", "--man=no", str(copy)) == ""
+    run(analyze, "security", "--offline=true", f"--threshold={exposure}", str(copy))
+
+
+# --- shell ----------------------------------------------------------------------------------------
+
+
+def test_scripts_by_shellcheck() -> None:
+    scripts = [str(path) for path in (DEPLOY / "slurm").glob("*.sbatch")]
+    assert scripts
+    assert run(program("shellcheck"), "--severity=style", *scripts) == ""
+
+
+# --- helm -----------------------------------------------------------------------------------------
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    with helm_python.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(values)
+        files = chart.render(values, name=RELEASE, namespace="loco")
+    return [
+        document
+        for name, text in files.items()
+        if name.endswith(".yaml")
+        for document in yaml.safe_load_all(text)
+        if document
+    ]
+
+
+VALUES: dict[str, dict[str, Any]] = {
+    "coordinator": {"coordinator": COORDINATOR},
+    "both": {"coordinator": COORDINATOR, "serviceMonitor": {"enabled": True}, "sites": [SITE]},
+    "sites": {
+        "coordinator": {"enabled": False},
+        "sites": [SITE, {"name": "oslo", "coordinator": "c:1", "bundleSecret": "b"}],
+    },
+    "jobset": {"coordinator": {"enabled": False}, "workload": "JobSet", "sites": [SITE]},
+}
+# Custom resources: their schemas come with their controllers, not with Kubernetes.
+CUSTOM = {"ServiceMonitor", "JobSet"}
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_the_chart_by_helm_and_kubernetes(values: dict[str, Any]) -> None:
+    found = helm_python.lint(str(CHART), values)
+    assert found["errors"] == []
+    assert [m for m in found["messages"] if m["severity"] > 1] == []
+    documents = rendered(values)
+    assert documents
+    for document in documents:
+        if document["kind"] not in CUSTOM:
+            for version in KUBERNETES:
+                kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_what_each_cluster_gets() -> None:
+    kinds = {
+        name: sorted(document["kind"] for document in rendered(values))
+        for name, values in VALUES.items()
+    }
+    coordinator = ["ConfigMap", "NetworkPolicy", "Service", "Service", "StatefulSet"]
+    assert kinds["coordinator"] == coordinator
+    assert kinds["both"] == sorted([*coordinator, "Job", "Service", "ServiceMonitor"])
+    assert kinds["sites"] == ["Job", "Job", "Service", "Service"]
+    assert kinds["jobset"] == ["JobSet", "Service"]
+
+
+def containers(value: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(pod spec, container) wherever one lies below `value`."""
+    if isinstance(value, list):
+        return [found for item in value for found in containers(item)]
+    if not isinstance(value, dict):
+        return []
+    if "containers" in value:
+        return [(value, container) for container in value["containers"]]
+    return [found for item in value.values() for found in containers(item)]
+
+
+def test_no_container_has_more_rights_than_it_needs() -> None:
+    found = [f for values in VALUES.values() for f in containers(rendered(values))]
+    assert len(found) == 6
+    for pod, container in found:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert mounted - volumes <= {"state"}  # of the StatefulSet's claim
+
+
+def test_the_flags_of_the_chart_and_of_the_units_exist() -> None:
+    """Every flag in deploy/ is one that the command line knows."""
+    known = {
+        name: set(re.findall(r"--[a-z-]+", run(tool("loco"), name, "--help", COLUMNS="200")))
+        for name in ("coordinator", "worker")
+    }
+    for values in VALUES.values():
+        for _, container in containers(rendered(values)):
+            if container["name"] == "coordinator":
+                used, name = container["args"], "coordinator"
+            else:
+                command = container["command"]
+                used, name = command[command.index("worker") :], "worker"
+            flags = {argument.partition("=")[0] for argument in used if argument.startswith("--")}
+            assert flags <= known[name], flags - known[name]
+    for unit, name in (
+        ("loco-coordinator.service", "coordinator"),
+        ("loco-worker@.service", "worker"),
+    ):
+        (line,) = re.findall(r"^ExecStart=(.+)$", (DEPLOY / "systemd" / unit).read_text(), re.M)
+        assert set(re.findall(r"--[a-z-]+", line)) <= known[name]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"coordinator": {"enabled": True}}, "coordinator.config is empty"),
+        ({"coordinater": {}}, "coordinater"),
+        ({"coordinator": COORDINATOR, "workload": "Deployment"}, "workload"),
+        ({"coordinator": COORDINATOR, "sites": [{"name": "paris"}]}, "bundleSecret"),
+        ({"coordinator": COORDINATOR, "sites": [{**SITE, "name": "Paris"}]}, "name"),
+    ],
+)
+def test_wrong_values_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=said):
+        rendered(values)
