@@ -10,7 +10,7 @@ PROTO := proto/loco/wire/v1/coordinator.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-.PHONY: setup demo system test check format dashboards proto bench bench-codec bench-scape chaos evidence clean help
+.PHONY: setup demo system test check format dashboards proto fuzz-wire bench bench-codec bench-scape chaos evidence clean help
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -67,6 +67,9 @@ evidence: chaos bench ## the slow measurements of docs/results (hours on 2 cores
 
 chaos: $(READY) ## real processes, 200 faults, and what became of the run (root; 30-60 minutes)
 	$(BIN)/python -m tests.chaos --faults 200 --seed 1 --json
+
+fuzz-wire: $(READY) ## a million calls at the coordinator with a valid certificate (an hour on 2 cores)
+	$(BIN)/python -m tests.fuzz.fuzz_wire --calls 1000000 --seed 1 --json
 
 clean: ## remove the environment and everything built
 	rm -rf .venv build dist *.egg-info

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,6 +31,8 @@ from loco.certs.identity import Identity, identity_of
 from loco.errors import ConfigError
 from loco.wire.protocol import REASON_KEY
 from loco.wire.v1 import coordinator_pb2 as pb
+
+log = logging.getLogger("loco.coordinator")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -173,6 +176,9 @@ class Gate(grpc.aio.ServerInterceptor):
                 response = await behavior(self._checked(call, request), context)
         except RefusedRequest as refused:
             await self._refuse(call, context, refused)
+        except Exception as error:
+            _say(call, error)
+            raise
         if call.identity is not None and call.rule.site is not None:
             self._monitor.certificate(call.identity)
         if call.rule.audit is not None:
@@ -199,6 +205,9 @@ class Gate(grpc.aio.ServerInterceptor):
                     yield answer
         except RefusedRequest as refused:
             await self._refuse(call, context, refused)
+        except Exception as error:
+            _say(call, error)
+            raise
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -280,6 +289,12 @@ class Gate(grpc.aio.ServerInterceptor):
             message,
             trailing_metadata=((REASON_KEY, refused.reason),),
         )
+
+
+def _say(call: _Call, error: Exception) -> None:
+    """What gRPC would keep to itself: the caller gets no more than the kind of the error."""
+    if not isinstance(error, grpc.aio.BaseError):  # that is how `abort` leaves a method
+        log.exception("%s of %s failed", call.method, call.who)
 
 
 def _decode(deserialize: Callable[[bytes], Message], data: bytes) -> Message | _Malformed:

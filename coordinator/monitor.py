@@ -18,6 +18,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from coordinator.beats import plain
 from coordinator.events import (
     Event,
     Heard,
@@ -318,6 +319,7 @@ class Monitor:
 
     def heartbeat(self, beat: pb.HeartbeatRequest) -> None:
         """Keep what a site says of itself; it is a member, which the caller has checked."""
+        beat = plain(beat)
         site, incarnation = beat.caller.site, beat.caller.incarnation
         told = self.told.get(site)
         if told is None or told.incarnation != incarnation:

@@ -33,6 +33,7 @@ from loco.wire.v1 import coordinator_pb2 as pb
 
 Count = Callable[[str, str, str, Message], None]
 
+DIGEST_BYTES = 16  # XXH3-128
 STALL_SECONDS = 60.0  # without a message: the stream ends, what came stays
 SLOW_AFTER_SECONDS = 60.0  # from then on a stream must have kept up with the least rate
 
@@ -58,6 +59,10 @@ class Uploads:
 
     def offset(self, header: pb.PushHeader) -> int:
         """Bytes of this shard that are here already."""
+        if len(header.digest) != DIGEST_BYTES:
+            raise RefusedRequest(
+                "shard", f"the digest has {len(header.digest)} bytes: digests have {DIGEST_BYTES}"
+            )
         try:
             return min(self._incoming(header).stat().st_size, header.size_bytes)
         except FileNotFoundError:
@@ -123,14 +128,31 @@ class Uploads:
                 f"at round {state.round} is {state.theta_digest[:16]}: fetch the snapshot",
             )
         limit = self._size_limit(event)
-        if header.size_bytes > limit or len(header.digest) != 16:
+        if header.size_bytes > limit or len(header.digest) != DIGEST_BYTES:
             raise RefusedRequest(
                 "shard",
                 f"shard {event.shard} of {event.site!r} declares {header.size_bytes} bytes and a "
-                f"digest of {len(header.digest)}; at most {limit} fit its rows, digests have 16",
+                f"digest of {len(header.digest)}; at most {limit} fit its rows, digests have "
+                f"{DIGEST_BYTES}",
             )
+        self._check_weight(event)
         self._check_quota(event)
         return False
+
+    def _check_weight(self, event: ShardStored) -> None:
+        """A site must not make itself heavier than its inner steps can be."""
+        config, state = self._engine.store.config, self._engine.state
+        most_steps = config.inner.max_local_steps + state.inner_steps
+        most_tokens = event.inner_steps * config.data.batch * config.model.seq_len
+        if event.inner_steps <= most_steps and event.tokens <= most_tokens:
+            return
+        raise RefusedRequest(
+            "shard",
+            f"shard {event.shard} of {event.site!r} states {event.tokens} tokens in "
+            f"{event.inner_steps} inner steps; data.batch = {config.data.batch} sequences of "
+            f"{config.model.seq_len} tokens allow {most_tokens} in them, and there are at most "
+            f"{most_steps} steps a round",
+        )
 
     def _check_quota(self, event: ShardStored) -> None:
         """Uploads that a site begins and leaves must not fill the disk."""
