@@ -1,7 +1,7 @@
 """A short run of the wire's fuzzer, as `make fuzz-wire` makes a long one.
 
-Asserts: every answer is a documented one, no fault of coordinator, good sites or state, and refusals
-from all depths: form, role, membership, round, shard and payload. Run alone:
+Asserts: every answer is a documented one, no fault of coordinator, good sites or state, and
+refusals of many kinds, so that it is not turned away at the door. Run alone:
 pytest tests/fuzz/test_fuzz_wire.py
 """
 
