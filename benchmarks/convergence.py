@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.simulation import Round, Simulation, total_steps
 from loco.config import Config
-from loco.demo.config import ALGORITHMS, demo_config
+from loco.demo.config import ALGORITHMS, INNER, DemoOptions, demo_config
 
 
 def main() -> None:
@@ -48,6 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; runs in it are done")
     parser.add_argument("--algorithm", nargs="+", default=["sparseloco"], choices=ALGORITHMS)
+    parser.add_argument("--inner", default="scape", choices=INNER)
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="instead of the preset's")
@@ -67,9 +68,15 @@ def grid(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Config
     keys = [key for key, *_ in arguments.vary]
     values = [[tomllib.loads(f"x = {text}")["x"] for text in texts] for _, *texts in arguments.vary]
     for algorithm, seed in itertools.product(arguments.algorithm, arguments.seed):
-        base, _ = demo_config(
-            algorithm=algorithm, sites=arguments.sites, rounds=arguments.rounds, seed=seed
+        options = DemoOptions(
+            algorithm=algorithm,
+            inner=arguments.inner,
+            sites=arguments.sites,
+            ranks=1,
+            rounds=arguments.rounds,
+            seed=seed,
         )
+        base, _ = demo_config(options)
         for combination in itertools.product(*values):
             changes = dict(zip(keys, combination, strict=True))
             yield {"algorithm": algorithm, "seed": seed, "changes": changes}, changed(base, changes)

@@ -64,7 +64,9 @@ class Wan:
             flags = [f"--{k}={v}" for k, v in zip(("mbit", "rtt-ms", "loss"), self._line)]  # noqa: B905
             names = [self._name(host) for host in range(self.num_hosts)]
             self._emulator = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.tun", *flags, *names], stdout=subprocess.PIPE
+                [sys.executable, "-m", "benchmarks.tun", *flags, *names],
+                stdout=subprocess.PIPE,
+                start_new_session=True,
             )
             assert self._emulator.stdout is not None
             if not self._emulator.stdout.readline():  # it says when the cards exist

@@ -27,6 +27,7 @@ from loco.config import Config
 
 PORT, LIGHTHOUSE_PORT = 29400, 29510
 METHODS = ("blocking", "overlapped", "dense", "torchft-bucket", "torchft-tensor")
+LIMIT_SECONDS = 300
 SITE_NAMES = ("paris", "oslo", "austin", "kyoto", "quito", "accra", "perth", "izmir")
 
 
@@ -72,7 +73,13 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
         for host, name in enumerate(names, start=1):
             command = site_command(method, args, wan, Path(folder), host, name)
             sites.append(wan.start(host, command))
-        codes = [site.wait() for site in sites]
+        deadline = started + LIMIT_SECONDS
+        try:
+            codes = [site.wait(deadline - time.monotonic()) for site in sites]
+        except subprocess.TimeoutExpired:
+            raise SystemExit(
+                f"{method}: not done after {LIMIT_SECONDS} s; fewer --rounds?"
+            ) from None
         hub.kill()
         if any(codes):
             raise SystemExit(f"{method}: a site failed, exit codes {codes}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -134,6 +135,8 @@ def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001
 
 def torchft_site(args: argparse.Namespace, config: Config) -> Pace:
     """torchft's DiLoCo as its documentation uses it, with the settings that are fair to it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # else it takes the loopback, where nobody is
+    os.environ.setdefault("RUST_LOG", "error")
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo

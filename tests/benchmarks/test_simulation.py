@@ -5,6 +5,11 @@ Run alone: pytest tests/benchmarks/test_simulation.py
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 
 from benchmarks.simulation import Simulation, total_steps
@@ -61,3 +66,18 @@ def locally_trained(config: Config) -> np.ndarray:
         model(*stream.batch(step)).backward()
         inner.step()
     return pack(model, Simulation(config).layout)
+
+
+def test_the_grid_runs_as_its_help_says(tmp_path: Path) -> None:
+    """One run of one round; a second call finds it done."""
+    out = tmp_path / "runs.jsonl"
+    command = [
+        sys.executable, "-m", "benchmarks.convergence", "--out", str(out), "--rounds", "1",
+        "--vary", "inner.steps", "2", "--vary", "codec.k", "32", "--vary", "outer.delay_steps", "1",
+    ]  # fmt: skip
+    first = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "bits per byte" in first.stdout
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert again.stdout == ""
+    (line,) = out.read_text().splitlines()
+    assert json.loads(line)["changes"]["outer.delay_steps"] == 1
