@@ -32,6 +32,7 @@ def main() -> None:
 
 
 def draw(axes: Any, runs: list[dict[str, Any]], title: str) -> None:
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
     for run in [r for r in runs if r["steps"] == 1200 and r["seed"] == 0]:
         points = [(step, nats) for step, nats in run["curve"] if step >= LOWEST_STEP]
         style = "-" if run["optimizer"] == "scape" else "--"
