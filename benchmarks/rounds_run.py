@@ -141,6 +141,8 @@ class LightSite:
                 self._contribute(fault(self.round))
             elif answer.directive == pb.DIRECTIVE_UPDATE:
                 self.round, self._digest = self.round + 1, answer.theta_digest
+                if answer.HasField("next") and self.round < rounds:
+                    self._contribute(fault(self.round))
             else:
                 raise RuntimeError(f"{self.name} at round {self.round} is told {answer}")
 

@@ -24,8 +24,12 @@ from coordinator.events import (
     Recovered,
     Reduce,
     Refuse,
+    RoundClosed,
     RoundCommitted,
     Say,
+    SettingChanged,
+    ShardStored,
+    SnapshotRequested,
     Tick,
 )
 from coordinator.machine import step
@@ -42,6 +46,8 @@ RETRY_SECONDS = 2.0
 DISK_FULL = "the coordinator's disk is full: nothing is lost, it goes on when there is room"
 
 log = logging.getLogger("loco.coordinator")
+# They change what no waiting site may do: to wake all of them for each would be quadratic in sites.
+_QUIET = (ShardStored, RoundClosed, SettingChanged, SnapshotRequested)
 SIGN_SECONDS = 1.0  # signs of life that come faster are not worth a step
 
 
@@ -134,7 +140,7 @@ class Engine:
                 return full
         self.state = new
         self._observe(event, new)
-        if event.durable:
+        if event.durable and not isinstance(event, _QUIET):
             self._wake()
         for effect in effects:
             await self._carry_out(effect)

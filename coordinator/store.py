@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import BinaryIO
@@ -154,13 +155,15 @@ class Store:
 
     def uploaded_bytes(self, round_: int, site: str) -> int:
         """What the site's uploads of a round take on disk, of all its incarnations."""
-        paths = (self.directory / kind / str(round_) for kind in ("incoming", "contributions"))
-        return sum(
-            entry.stat().st_size
-            for path in paths
-            if path.exists()
-            for entry in path.glob(f"{site}.*")
-        )
+        total = 0
+        for kind in ("incoming", "contributions"):
+            # What is not there yet, or vanishes meanwhile, takes no room.
+            with (
+                contextlib.suppress(FileNotFoundError),
+                os.scandir(self.directory / kind / str(round_)) as entries,
+            ):
+                total += sum(e.stat().st_size for e in entries if e.name.startswith(f"{site}."))
+        return total
 
     def update(self, round_: int) -> Path:
         return self.directory / "updates" / str(round_)

@@ -207,7 +207,6 @@ class Uploads:
                 async with writer.lock:
                     _check_current(writer)
                     await self._write_block(file, request.block, event)
-            await asyncio.to_thread(_sync, file)
         async with writer.lock:  # a stream whose client went away ends like any other
             _check_current(writer)
             writer.finishing = True
@@ -227,41 +226,20 @@ class Uploads:
     # --- checks and answer ----------------------------------------------------------------------
 
     async def _check(self, header: pb.PushHeader, event: ShardStored, path: Path) -> Checked:
-        """Size, digest, payload and magnitude; a file that fails is removed."""
-        size, digest = path.stat().st_size, await asyncio.to_thread(file_digest, path)
-        if size < event.size_bytes:  # a broken connection looks like an early end: no fault of it
-            raise RefusedRequest(
-                "", f"{size} of {event.size_bytes} bytes are here: go on behind them"
-            )
-        if digest.hex() != event.digest and header.offset:
-            path.unlink()  # what was here before may have been torn by a power cut: not its fault
-            raise RefusedRequest("", "the bytes here were damaged: send the shard from its start")
+        """Sync, size, digest, payload and magnitude; a whole file that fails is removed."""
         try:
-            if digest.hex() != event.digest:
-                raise RefusedRequest(
-                    "corrupt",
-                    f"shard {event.shard} of {event.site!r}: {size} bytes with digest "
-                    f"{digest.hex()[:16]} came, {event.size_bytes} bytes with "
-                    f"{event.digest[:16]} were declared",
-                )
-            return await self._decode(event, path)
+            checked, seconds = await asyncio.to_thread(self._inspect, header, event, path)
+            self._monitor.contribution(event, checked.num_values, seconds)
+            self._check_values(event, checked)
         except RefusedRequest:
-            path.unlink()
+            # Not in the thread: if the caller is gone, another stream may have the file by now.
+            if path.stat().st_size >= event.size_bytes:
+                path.unlink()
             raise
+        return checked
 
-    async def _decode(self, event: ShardStored, path: Path) -> Checked:
+    def _check_values(self, event: ShardStored, checked: Checked) -> None:
         config, layout = self._engine.store.config, self._engine.store.layout
-        rows = layout.shard(event.shard, event.num_shards)
-        started = time.monotonic()
-        try:
-            checked = await asyncio.to_thread(
-                check_contribution, path, rows, bits=config.codec.bits
-            )
-        except PayloadError as error:
-            raise RefusedRequest(
-                "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
-            ) from error
-        self._monitor.contribution(event, checked.num_values, time.monotonic() - started)
         if not checked.largest <= config.outer.max_value:  # NaN, too
             name = layout.parameter_at(checked.largest_at).name
             raise RefusedRequest(
@@ -269,7 +247,37 @@ class Uploads:
                 f"the contribution of {event.site!r} has {checked.largest:g} in {name}; "
                 f"outer.max_value allows {config.outer.max_value:g}",
             )
-        return checked
+
+    def _inspect(
+        self, header: pb.PushHeader, event: ShardStored, path: Path
+    ) -> tuple[Checked, float]:
+        """What the shard holds, and the seconds that decoding took. In a thread, in one go."""
+        size, digest = _sync(path), file_digest(path).hex()
+        if size < event.size_bytes:  # a broken connection looks like an early end: no fault of it
+            raise RefusedRequest(
+                "", f"{size} of {event.size_bytes} bytes are here: go on behind them"
+            )
+        if digest == event.digest:
+            return self._decode(event, path)
+        if header.offset:  # what was here before may have been torn by a power cut: not its fault
+            raise RefusedRequest("", "the bytes here were damaged: send the shard from its start")
+        raise RefusedRequest(
+            "corrupt",
+            f"shard {event.shard} of {event.site!r}: {size} bytes with digest {digest[:16]} came, "
+            f"{event.size_bytes} bytes with {event.digest[:16]} were declared",
+        )
+
+    def _decode(self, event: ShardStored, path: Path) -> tuple[Checked, float]:
+        store = self._engine.store
+        rows = store.layout.shard(event.shard, event.num_shards)
+        started = time.monotonic()
+        try:
+            checked = check_contribution(path, rows, bits=store.config.codec.bits)
+        except PayloadError as error:
+            raise RefusedRequest(
+                "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
+            ) from error
+        return checked, time.monotonic() - started
 
     async def _accept(self, event: ShardStored, checked: Checked, path: Path) -> bool:
         event = replace(event, norm_sq=checked.norm_sq)
@@ -336,9 +344,13 @@ def _write_through(file: BinaryIO, data: bytes) -> None:
     file.flush()  # so that the offset told after a crash of this process counts it
 
 
-def _sync(file: BinaryIO) -> None:
-    os.fsync(file.fileno())
+def _sync(path: Path) -> int:
+    """Make the bytes durable; their number."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
     reach("upload.synced")
+    return size
 
 
 def _event(header: pb.PushHeader) -> ShardStored:
