@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Mapping
 
@@ -11,29 +10,35 @@ from loco.wire.protocol import split_address
 
 
 def check_free(addresses: Mapping[str, str | None]) -> None:
-    """Listen on each HOST:PORT for a moment; `addresses` by the flag that gave them.
+    """Take each HOST:PORT for a moment; `addresses` by the flag that gave them.
 
-    All at once, so that two flags with one port are found, too.
+    Nothing listens meanwhile, so that no site that tries to come back is accepted and dropped.
 
     Raises:
         ConfigError: names the address, what the system says, and the flag to change.
     """
-    with contextlib.ExitStack() as held:
-        for flag, address in addresses.items():
-            if address is not None:
-                _hold(held, flag, address)
+    taken: dict[str, str] = {}
+    for flag, address in addresses.items():
+        if address is None:
+            continue
+        if address in taken and split_address(address)[1]:
+            raise ConfigError(
+                f"{taken[address]} and {flag} are both {address}: give another {flag}"
+            )
+        taken[address] = flag
+        _check(flag, address)
 
 
-def _hold(held: contextlib.ExitStack, flag: str, address: str) -> None:
+def _check(flag: str, address: str) -> None:
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, where = found[0]
-        probe = held.enter_context(socket.socket(family, kind, protocol))
-        # As gRPC does: connections of a coordinator that has just ended do not block its port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(where)
-        probe.listen(1)
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: connections of a coordinator that has just ended do not block its port,
+            # one that listens does.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {address}: {error.strerror}; is another coordinator running? "
