@@ -10,7 +10,7 @@ PROTO := proto/loco/wire/v1/coordinator.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-.PHONY: setup demo system test check format dashboards proto fuzz-wire bench bench-codec bench-scape chaos evidence clean help
+.PHONY: setup demo system test check format dashboards docs proto fuzz-wire bench bench-codec bench-scape chaos evidence clean help
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -38,6 +38,8 @@ check: $(READY) ## lint, types, import rules, wire format, generated code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python deploy/dashboards --check
+	$(BIN)/python docs/tool --check
+	$(BIN)/mkdocs build --quiet
 	cd proto && ../$(BIN)/buf lint
 	rm -rf build/proto && mkdir -p build/proto && PATH=$(BIN):$$PATH && $(call PROTOC,build/proto)
 	diff -r -x __init__.py -x __pycache__ build/proto/loco/wire/v1 $(GENERATED) \
@@ -57,6 +59,10 @@ format: $(READY) ## format the code
 
 dashboards: $(READY) ## regenerate Grafana's dashboards and docs/metrics.md
 	$(BIN)/python deploy/dashboards
+
+docs: $(READY) ## regenerate docs/reference, and build the site into build/site
+	$(BIN)/python docs/tool
+	$(BIN)/mkdocs build --quiet
 
 proto: $(READY) ## regenerate the gRPC code
 	PATH=$(BIN):$$PATH && $(call PROTOC,.)

@@ -44,13 +44,16 @@ def free_port() -> int:
 class Process:
     """One program; its output is kept in a file."""
 
-    def __init__(self, log: Path, command: list[str], **environment: str) -> None:
+    def __init__(
+        self, log: Path, command: list[str], cwd: str | None = None, **environment: str
+    ) -> None:
         self.log = log
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=output,
+                cwd=cwd,
                 env={**os.environ, **environment},
                 start_new_session=True,  # so that a test's own Ctrl+C does not reach it
             )
