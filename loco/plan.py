@@ -18,14 +18,15 @@ from loco.codec import HEADER_BYTES, encode
 from loco.codec.backend import WORTH_COMPILING
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout, cells
+from loco.wire.protocol import BLOCK_BYTES
 
 DENSE_BITS = 32
 SAMPLE_CHUNKS = 128  # their sizes scatter by less than 1 %
 ENCODE_ELEMENTS_PER_SECOND = 854e6  # one core, compiled; NumPy alone reaches a fifth
 NUMPY_SLOWDOWN = 5
 DECODE_VALUES_PER_SECOND = 46.1e6  # one core, decoded and added
-BLOCK_BYTES, BLOCK_FRAME_BYTES = 256 * 1024, 24  # of a transfer: loco.wire.protocol
-ENVELOPE_BYTES = 250  # header of an upload and its answer, counted at a coordinator's transport
+BLOCK_FRAME_BYTES = 24  # around each block of a transfer
+ENVELOPE_BYTES = 110  # an upload's header, counted at a coordinator's transport
 FIRST_WINDOW_BYTES = 14_600  # TCP's first flight: ten segments (RFC 6928)
 ROUND_TRIPS = 4  # upload and its answer, WaitRound, download, the next WaitRound
 TARGET = 0.95  # utilisation that advice aims at
@@ -179,8 +180,7 @@ def update_size(setting: Setting) -> tuple[int, int]:
     union = max(1, round(CHUNK * (1 - missed)))
     body, values = _body(setting.layout, union, setting.bits, of=(setting.sites, setting.k))
     headers = len(list(cells(range(setting.layout.num_chunks))))
-    ranks = min(setting.ranks, setting.layout.num_chunks)
-    return _framed(body + headers * HEADER_BYTES) + ranks * ENVELOPE_BYTES, values
+    return _framed(body + headers * HEADER_BYTES), values
 
 
 def advice(setting: Setting) -> list[str]:
