@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -88,9 +87,17 @@ def test_it_starts_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> 
     assert "bound by" in planned
 
 
-def test_the_changelog_and_the_chart_know_the_version() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_the_version_comes_from_git(tmp_path: Path) -> None:
+    """A tag, and commits after it; without any history the fallback, which the chart has, too."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    say = [sys.executable, "-m", "setuptools_scm"]
+    fallback = run(*say, cwd=tmp_path).split()[-1]
     chart = (ROOT / "deploy" / "helm" / "loco" / "Chart.yaml").read_text()
-    assert re.search(rf'^appVersion: "{re.escape(version)}"$', chart, re.M)
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(rf"^## (Unreleased|{re.escape(version)})", changes, re.M)
+    assert re.search(rf'^appVersion: "{re.escape(fallback)}"$', chart, re.M)
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for command in (["init"], ["add", "."], ["commit", "-m", "x"], ["tag", "v3.4.5"]):
+        run("git", *who, *command, cwd=tmp_path)
+    assert run(*say, cwd=tmp_path).split()[-1] == "3.4.5"
+    run("git", *who, "commit", "--allow-empty", "-m", "y", cwd=tmp_path)
+    assert run(*say, cwd=tmp_path).split()[-1].startswith("3.4.6.dev1+g")
