@@ -6,9 +6,13 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cryptography import x509
+
+from coordinator import chain
 from coordinator.events import RoundCommitted, ShardStored
 from coordinator.recovery import recover
 from coordinator.store import Store
+from loco.chain import FIRST, verify
 from loco.digest import file_digest
 from loco.errors import ConfigError, LocoError
 
@@ -23,11 +27,17 @@ class Verdict:
     events: int = 0
     contributions: int = 0
     updates: int = 0
+    entries: int = 0
+    """Of the chain of digests."""
+    signed: int = 0
+    """Entries with a sound signature."""
     faults: list[str] = field(default_factory=list)
 
 
-def check_state(directory: Path) -> Verdict:
-    """Check journal, snapshots, contributions and updates, then replay the run.
+def check_state(directory: Path, authority: x509.Certificate | None = None) -> Verdict:
+    """Check journal, snapshots, contributions, updates and the chain, then replay the run.
+
+    With an `authority` every entry of the chain must be signed by a coordinator of it.
 
     These are the files that the run is made again from; `incoming/`, `work/` and history.sqlite
     hold nothing that is needed. Needs the directory to itself: ConfigError while a coordinator
@@ -42,6 +52,7 @@ def check_state(directory: Path) -> Verdict:
             _check_snapshots(store, verdict)
             _check_files(store, verdict)
             state, _ = recover(store)
+            _check_chain(store, verdict, state.round, authority)
             verdict.round, verdict.theta_digest = state.round, state.theta_digest
         except ConfigError:
             raise
@@ -79,6 +90,41 @@ def _check_files(store: Store, verdict: Verdict) -> None:
         if round_ >= oldest_update:
             verdict.updates += 1
             _check_digest(store.update(round_), digest, verdict)
+
+
+def _check_chain(
+    store: Store, verdict: Verdict, round_: int, authority: x509.Certificate | None
+) -> None:
+    path = store.directory / chain.FILE
+    updates = (p for p in (store.directory / "updates").iterdir() if p.name.isdigit())
+    # One beyond the run's round was interrupted by a crash: it is made again.
+    files = {("update", int(p.name)): p for p in updates if int(p.name) < round_}
+    files |= {("snapshot", s.round): s.theta for s in store.snapshots.all()}
+    previous, stated = FIRST, set()
+    for entry in chain.read(path):
+        fact = entry.fact
+        what = f"{path}: {fact.kind} {fact.round}"
+        verdict.entries += 1
+        if entry.previous != previous:
+            verdict.faults.append(f"{what} does not follow the entry before it")
+        if fact.run_id != store.run_id:
+            verdict.faults.append(f"{what} is of run {fact.run_id!r}")
+        if entry.signature or authority is not None:
+            try:
+                verify(entry, authority)
+                verdict.signed += 1
+            except LocoError as error:
+                verdict.faults.append(f"{path}: {error}")
+        previous, key = entry.hash, (fact.kind, fact.round)
+        stated.add(key)
+        if key in files and chain.sha256_of(files[key]) != fact.sha256:
+            verdict.faults.append(f"{files[key]} is not what {path} states")
+    if path.exists() or authority is not None:
+        missing = sorted(files.keys() - stated)
+        verdict.faults += [
+            f"{path} lacks {kind} {round_}: if a crash came between, the next start adds it"
+            for kind, round_ in missing
+        ]
 
 
 def _check_digest(path: Path, digest: str, verdict: Verdict) -> None:

@@ -107,12 +107,17 @@ def state_group() -> None:
 @state_app.command()
 def check(
     directory: Annotated[Path, typer.Argument(help="State directory; no coordinator may use it.")],
+    authority: Annotated[
+        Path | None,
+        typer.Option(help="ca.pem: the history must be signed by a coordinator of it."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Verify every file of a run against its digest, and replay the run. Exit code 1 on a fault."""
     from coordinator.check import check_state
+    from loco.certs.authority import read_authority
 
-    verdict = check_state(directory)
+    verdict = check_state(directory, read_authority(authority) if authority else None)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(verdict)))
     else:
@@ -122,6 +127,7 @@ def check(
         typer.echo(
             f"round {verdict.round}, theta {verdict.theta_digest[:16]}; checked snapshots of "
             f"rounds {snapshots}, {verdict.events} events, {verdict.contributions} contributions, "
-            f"{verdict.updates} updates: {len(verdict.faults)} faults"
+            f"{verdict.updates} updates, {verdict.entries} entries of the chain "
+            f"({verdict.signed} signed): {len(verdict.faults)} faults"
         )
     raise typer.Exit(1 if verdict.faults else 0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from coordinator.chain import Chain
 from coordinator.events import (
     Duplicate,
     Effect,
@@ -32,10 +33,12 @@ from coordinator.events import (
     SnapshotRequested,
     Tick,
 )
+from coordinator.keys import Keys
 from coordinator.machine import step
 from coordinator.recovery import recover
 from coordinator.reducer import Reduced, Reducer
 from coordinator.refused import RefusedRequest
+from coordinator.snapshots import KEEP as KEEP_SNAPSHOTS
 from coordinator.state import State
 from coordinator.store import Store
 from loco import codec
@@ -54,8 +57,20 @@ SIGN_SECONDS = 1.0  # signs of life that come faster are not worth a step
 class Engine:
     """Owns the state of the run. `observe` is called after every change, for metrics and log."""
 
-    def __init__(self, store: Store, observe: Callable[[Event | Say, State], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        observe: Callable[[Event | Say, State], None],
+        keys: Keys | None = None,
+    ) -> None:
+        """`keys` sign the run's history."""
         self.store = store
+        self.chain = Chain(
+            store.directory,
+            store.run_id,
+            keys,
+            remembered=2 * store.config.state.keep_updates + 4 * KEEP_SNAPSHOTS,
+        )
         self.state, reducer = recover(store)
         self._fell_back = store.tidy(reducer.snapshot_round)
         self._reducer: Reducer | None = reducer
@@ -71,6 +86,7 @@ class Engine:
     async def start(self) -> None:
         """Begin to keep time and take up what a crash interrupted."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._until_room(self._enter_snapshot)  # also a new run's, of round 0
         if self._fell_back:  # updates may not reach back to the snapshot before: joiners need one
             await self._save_snapshot()
         await self.submit(Recovered())
@@ -175,6 +191,8 @@ class Engine:
         async with self._reducing:  # also the next round's reduction waits until this one is tidy
             state = self.state
             made = await self._until_room(self._reduce_or_recover, state)
+            path = self.store.update(state.round)
+            await self._until_room(self.chain.add, "update", state.round, path, made.theta_digest)
             event = RoundCommitted(
                 round=state.round,
                 update_bytes=made.update_bytes,
@@ -199,7 +217,16 @@ class Engine:
         assert self._reducer is not None
         async with self._turn:
             state, journal_seq = self.state, self.store.journal.last_seq()
-        await self._until_room(self._reducer.save_snapshot, state, journal_seq)
+        await self._until_room(self._save_and_enter, state, journal_seq)
+
+    def _save_and_enter(self, state: State, journal_seq: int) -> None:
+        assert self._reducer is not None
+        self._reducer.save_snapshot(state, journal_seq)
+        self._enter_snapshot()
+
+    def _enter_snapshot(self) -> None:
+        newest = self.store.snapshots.newest()
+        self.chain.add("snapshot", newest.round, newest.theta, newest.manifest.theta_digest)
 
     def _reduce_or_recover(self, state: State) -> Reduced:
         reducer, self._reducer = self._reducer, None

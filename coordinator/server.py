@@ -134,7 +134,7 @@ async def running(store: Store, where: Where) -> AsyncIterator[Running]:
     """
     plaintext = where.keys is None and not is_loopback(split_address(where.listen)[0])
     monitor = Monitor(store, keys=where.keys, plaintext=plaintext)
-    engine = Engine(store, monitor.observe)
+    engine = Engine(store, monitor.observe, where.keys)
     audit = Audit(store.directory)
     gate = Gate(where.keys, Limits(store.config.limits), monitor, audit)
     server = grpc.aio.server(interceptors=(gate,), options=_options(store.config))

@@ -156,6 +156,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             keep_state=request.HasField("have_round")
             and state.digests.get(request.have_round) == request.have_digest,
             data_cursor=site.data_cursor,
+            snapshot_entry=self._entry("snapshot", snapshot.round),
         )
 
     async def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
@@ -226,6 +227,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.update_bytes = update.size_bytes
             response.update_digest = bytes.fromhex(update.digest)
             response.theta_digest = update.theta_digest
+            response.entry.MergeFrom(self._entry("update", have_round))
             if mine is not None:
                 response.included = True
                 response.data_cursor = mine.data_cursor
@@ -237,9 +239,15 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             snapshot = self._store.snapshots.newest()
             response.snapshot_round = snapshot.round
             response.theta_digest = snapshot.manifest.theta_digest
+            response.entry.MergeFrom(self._entry("snapshot", snapshot.round))
         elif word == "train":
             response.plan.CopyFrom(self._plan(state.round, state.settings, state.first_step))
         return response
+
+    def _entry(self, kind: str, round_: int) -> pb.SignedEntry:
+        """Empty where the run has none."""
+        entry = self._engine.chain.get(kind, round_)
+        return pb.SignedEntry(**vars(entry)) if entry is not None else pb.SignedEntry()
 
     def _plan(self, round_: int, settings: Mapping[str, float], first_step: int) -> pb.RoundPlan:
         config = self._store.config

@@ -104,6 +104,9 @@ class Worker:
             case pb.DIRECTIVE_RESYNC:
                 if directive.message:
                     log.warning("starting again from the snapshot: %s", directive.message)
+                self._session.check_snapshot(
+                    directive.entry, directive.snapshot_round, directive.theta_digest
+                )
                 self._load_snapshot(directive.snapshot_round, directive.theta_digest)
             case pb.DIRECTIVE_WAIT:
                 pass
@@ -239,6 +242,7 @@ class Worker:
             self._repeat(directive.plan, directive.data_cursor)
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
+            self._session.check_update(directive.entry, self._exchange.round, update)
         self._end_delay()
         with self._pulse.phase(pb.SITE_PHASE_APPLY):
             self._exchange.settle(included=directive.included)
@@ -381,6 +385,7 @@ class Worker:
             directive=pb.DIRECTIVE_RESYNC,
             snapshot_round=joined.snapshot_round,
             theta_digest=joined.snapshot_digest,
+            entry=joined.snapshot_entry,
         )
 
     def _save_checkpoint(self) -> None:

@@ -7,19 +7,20 @@ What the coordinator refuses raises RefusedError at once, with its reason.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from loco.digest import bytes_digest
-from loco.errors import UnreachableError
+from loco.errors import LocoError, UnreachableError
 from loco.layout import Layout
 from loco.metrics import WireMetrics
 from loco.wire.access import Access, Link
@@ -34,6 +35,9 @@ from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 from worker.stall import StalledError, Watch
+
+if TYPE_CHECKING:
+    from loco.chain import Fact
 
 log = logging.getLogger("loco.worker")
 
@@ -228,6 +232,37 @@ class Session:
             return cast(_Stream, self._stub.Snapshot(self._sent(request, "control")))
 
         return self._download(ask, span, "snapshot")
+
+    def check_update(self, entry: pb.SignedEntry, round_: int, update: bytes) -> None:
+        """LocoError if these are not the bytes that the coordinator has signed."""
+        fact = self._signed_fact(entry, "update", round_)
+        if fact is not None and fact.sha256 != hashlib.sha256(update).hexdigest():
+            raise LocoError(f"the update of round {round_} is not what the coordinator has signed")
+
+    def check_snapshot(self, entry: pb.SignedEntry, round_: int, theta_digest: str) -> None:
+        """LocoError if this is not the digest of theta that the coordinator has signed."""
+        fact = self._signed_fact(entry, "snapshot", round_)
+        if fact is not None and fact.theta_digest != theta_digest:
+            raise LocoError(
+                f"the snapshot of round {round_} is not what the coordinator has signed"
+            )
+
+    def _signed_fact(self, entry: pb.SignedEntry, kind: str, round_: int) -> Fact | None:
+        """None in plaintext, where nothing is signed."""
+        authority = self._link.authority
+        if authority is None:
+            return None
+        from loco.chain import Entry, check_fact, verify  # plaintext needs none of its imports
+
+        signed = Entry(
+            body=entry.body,
+            previous=entry.previous,
+            signature=entry.signature,
+            certificate=entry.certificate,
+        )
+        fact = verify(signed, authority)
+        check_fact(fact, run_id=self.caller.run_id, kind=kind, round_=round_)
+        return fact
 
     # --- plumbing -------------------------------------------------------------------------------
 

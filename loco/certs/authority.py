@@ -236,6 +236,16 @@ class Authority:
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
+def read_authority(path: Path) -> x509.Certificate:
+    """The certificate in ca.pem; ConfigError if there is none."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the authority {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no certificate: give ca.pem of loco certs") from error
+
+
 def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
     """Serial numbers in a revocation list; ConfigError if the authority did not sign it."""
     try:

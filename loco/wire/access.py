@@ -24,6 +24,8 @@ from loco.wire.refusal import refusal_of
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
+    from cryptography import x509
+
     from loco.certs.bundle import Bundle
 
 log = logging.getLogger("loco.wire")
@@ -82,6 +84,7 @@ class Link:
         self.address = address
         self._access = access
         self._options = options
+        self._authority: x509.Certificate | None = None
         self._version = self._file_version()
         self._channel = self._open()
         self._stub = pb_grpc.CoordinatorServiceStub(self._channel)
@@ -104,6 +107,11 @@ class Link:
                 self._channel = channel
                 self._stub = pb_grpc.CoordinatorServiceStub(channel)
         return self._stub
+
+    @property
+    def authority(self) -> x509.Certificate | None:
+        """By whose coordinators history must be signed; None in plaintext."""
+        return self._authority
 
     def close(self) -> None:
         """End all calls; those of other threads raise."""
@@ -143,6 +151,7 @@ class Link:
         if self._access.bundle is None:
             return grpc.insecure_channel(self.address, options=self._options)
         bundle = _read(self._access.bundle)
+        self._authority = bundle.authority
         credentials = grpc.ssl_channel_credentials(
             bundle.authority_pem, bundle.key_pem, bundle.certificate_pem
         )

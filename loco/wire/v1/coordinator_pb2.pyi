@@ -481,6 +481,7 @@ class JoinResponse(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     KEEP_STATE_FIELD_NUMBER: _builtins.int
     DATA_CURSOR_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ENTRY_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Number of this process life of the site."""
     snapshot_round: _builtins.int
@@ -495,6 +496,10 @@ class JoinResponse(_message.Message):
     """Inner steps behind the site's included contributions: where a site without a checkpoint
     goes on in its data.
     """
+    @_builtins.property
+    def snapshot_entry(self) -> Global___SignedEntry:
+        """What the coordinator states of that snapshot, signed; unset in a plaintext run."""
+
     def __init__(
         self,
         *,
@@ -504,10 +509,11 @@ class JoinResponse(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         keep_state: _builtins.bool = ...,
         data_cursor: _builtins.int = ...,
+        snapshot_entry: Global___SignedEntry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot_entry", b"snapshot_entry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "keep_state", b"keep_state", "snapshot_digest", b"snapshot_digest", "snapshot_round", b"snapshot_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "keep_state", b"keep_state", "snapshot_digest", b"snapshot_digest", "snapshot_entry", b"snapshot_entry", "snapshot_round", b"snapshot_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1016,6 +1022,40 @@ class WaitRoundRequest(_message.Message):
 Global___WaitRoundRequest: _TypeAlias = WaitRoundRequest  # noqa: Y015
 
 @_typing.final
+class SignedEntry(_message.Message):
+    """An entry of the run's chain of digests (loco/chain.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BODY_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    body: _builtins.str
+    """Canonical JSON: run_id, kind, round, sha256, size_bytes, theta_digest."""
+    previous: _builtins.bytes
+    """SHA-256 of the entry before and its body, 32 bytes; zeros before the first."""
+    signature: _builtins.bytes
+    """ECDSA P-256 with SHA-256, DER, over "loco history 1", a zero byte, and the hash of this entry."""
+    certificate: _builtins.bytes
+    """Certificate of the coordinator that signed, DER."""
+    def __init__(
+        self,
+        *,
+        body: _builtins.str = ...,
+        previous: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        certificate: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "certificate", b"certificate", "previous", b"previous", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignedEntry: _TypeAlias = SignedEntry  # noqa: Y015
+
+@_typing.final
 class WaitRoundResponse(_message.Message):
     """The next thing to do."""
 
@@ -1032,6 +1072,7 @@ class WaitRoundResponse(_message.Message):
     DATA_CURSOR_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
     directive: Global___Directive.ValueType
     """The directive."""
     message: _builtins.str
@@ -1062,6 +1103,12 @@ class WaitRoundResponse(_message.Message):
         no need to ask.
         """
 
+    @_builtins.property
+    def entry(self) -> Global___SignedEntry:
+        """For UPDATE and RESYNC: what the coordinator states of the update, or of the snapshot, signed;
+        unset in a plaintext run.
+        """
+
     def __init__(
         self,
         *,
@@ -1076,10 +1123,11 @@ class WaitRoundResponse(_message.Message):
         data_cursor: _builtins.int = ...,
         update: Global___Block | None = ...,
         next: Global___RoundPlan | None = ...,
+        entry: Global___SignedEntry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["next", b"next", "plan", b"plan", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "next", b"next", "plan", b"plan", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "directive", b"directive", "included", b"included", "message", b"message", "next", b"next", "plan", b"plan", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update", b"update", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_cursor", b"data_cursor", "directive", b"directive", "entry", b"entry", "included", b"included", "message", b"message", "next", b"next", "plan", b"plan", "snapshot_round", b"snapshot_round", "theta_digest", b"theta_digest", "update", b"update", "update_bytes", b"update_bytes", "update_digest", b"update_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
