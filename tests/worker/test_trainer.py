@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from support.runs import config_of
 
 from loco.config import InnerConfig
-from loco.errors import NonFiniteError
+from loco.errors import DataError, NonFiniteError
 from loco.inner.build import lr_at
 from loco.inner.groups import Group
+from loco.tokens.prepared import Manifest, Shard, dump
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.site import Site
 from worker.trainer import Trainer
@@ -106,3 +108,59 @@ def test_dropped_steps_give_their_data_back(corpus: Path) -> None:
     some.train(2, plan(3, 2, 10))
     some.drop_local_steps()
     assert (some.data_cursor, some.local_steps) == (3, 0)
+
+
+def prepared(directory: Path, *, vocab_size: int, token_bytes: int) -> Path:
+    """A corpus whose tokens stand for so many bytes each, random tokens below `vocab_size`."""
+    directory.mkdir()
+    rng = np.random.default_rng(0)
+    shards = []
+    for split in ("train", "validation"):
+        tokens = rng.integers(0, vocab_size, 4000).astype(np.uint16)
+        np.save(directory / f"{split}.npy", tokens)
+        shards.append(
+            Shard(
+                split=split,  # type: ignore[arg-type]
+                file=f"{split}.npy",
+                num_tokens=4000,
+                num_bytes=4000 * token_bytes,
+                num_documents=1,
+                digest="",
+            )
+        )
+    manifest = Manifest(
+        tokenizer="mine", tokenizer_digest="", vocab_size=vocab_size, settings={}, sources=[],
+        shards=shards,
+    )  # fmt: skip
+    (directory / "manifest.json").write_text(dump(manifest))
+    return directory
+
+
+def test_loss_is_in_bits_per_byte_whatever_a_token_stands_for(tmp_path: Path) -> None:
+    """A model that knows nothing loses log2(vocabulary) bits a token, in training as in validation.
+
+    `mix:` weighs the bytes of its parts as it draws their samples.
+    """
+    two = prepared(tmp_path / "two", vocab_size=300, token_bytes=2)
+    six = prepared(tmp_path / "six", vocab_size=300, token_bytes=6)
+    for train, token_bytes in ((str(two), 2.0), (f"mix:1*{two},3*{six}", 5.0)):
+        config = config_of(
+            model={
+                "vocab_size": 300, "dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1,
+                "ffn_dim": 16, "seq_len": 16,
+            },
+            data={"corpus": str(six), "batch": 2},
+            inner={"steps": 4, "lr": 1e-9, "warmup_steps": 0},
+        )  # fmt: skip
+        site = Trainer(config, Site(torch.device("cpu"), Group()), "paris", train)
+        site.train(4, pb.RoundPlan(inner_steps=4, total_steps=4))
+        bits = math.log2(300)
+        assert site.exchanged().train_bits_per_byte == pytest.approx(bits / token_bytes, rel=0.01)
+        assert site.evaluate() == pytest.approx(bits / 6, rel=0.01)
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused(tmp_path: Path) -> None:
+    corpus = prepared(tmp_path / "corpus", vocab_size=300, token_bytes=1)
+    config = config_of(data={"corpus": str(corpus)})
+    with pytest.raises(DataError, match=r"tokens up to 299, the model knows 256"):
+        Trainer(config, Site(torch.device("cpu"), Group()), "paris", str(corpus))
