@@ -255,9 +255,9 @@ class LimitsConfig(_Section):
     """So many seconds' worth of calls may come at once."""
     calls_at_once: PositiveInt = 256
     """Calls in progress at most; a site needs two a rank."""
-    messages_per_second: Annotated[float, Field(gt=0.0)] = 1000.0
+    messages_per_second: Annotated[float, Field(gt=0.0)] = 2000.0
     """Messages of uploads a second, by certificate; faster ones wait. A full block has 256 KiB, so
-    that this is 2 Gbit/s."""
+    that this is 4 Gbit/s, more than the coordinator takes in."""
     upload_bytes_per_second: Annotated[float, Field(gt=0.0)] = 1024.0
     """An upload that is slower, averaged from its second minute on, is ended; it may go on."""
     uploads_per_round: Annotated[float, Field(ge=1.0)] = 3.0

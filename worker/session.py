@@ -350,7 +350,7 @@ class Session:
     def _check_patience(self, why: str, *, unanswered: bool = False) -> None:
         if self._away_since is None:
             self._away_since = self._said = time.monotonic()
-            if unanswered:
+            if unanswered and not self._answered:
                 self._check_credentials()
         away = self.away_seconds
         if away >= self._patience:

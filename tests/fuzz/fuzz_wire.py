@@ -38,6 +38,7 @@ import psutil
 import tomli_w
 from chaos.numpy_site import NumpySite
 from fuzz.mutate import Mutator
+from grpc._cython import cygrpc
 from support.certs import Certs
 from support.runs import LAYOUT, config_of, create_store
 
@@ -130,8 +131,8 @@ class Mallory:
         self._random = random.Random(seed)
         self._mutator = Mutator(self._random, "mallory", GOOD)
 
-    async def attack(self, calls: int, outcome: Outcome, sample: Any) -> None:
-        """Make so many calls, AT_ONCE at a time."""
+    async def attack(self, calls: int, until: float, outcome: Outcome, sample: Any) -> None:
+        """Make so many calls, AT_ONCE at a time, but not beyond a time (monotonic)."""
         bundle = read_bundle(self._bundle)
         credentials = grpc.ssl_channel_credentials(
             bundle.authority_pem, bundle.key_pem, bundle.certificate_pem
@@ -141,7 +142,7 @@ class Mallory:
             self._address, credentials, options=CHANNEL_OPTIONS
         ) as channel:
             methods = {name: channel.stream_stream(name) for name in RULES}
-            while outcome.calls < calls:
+            while outcome.calls < calls and time.monotonic() < until:
                 await self._refresh(channel)
                 batch = min(REFRESH_CALLS, calls - outcome.calls)
                 todo = iter(range(batch))
@@ -172,7 +173,9 @@ class Mallory:
     async def _call(self, method: Any, messages: list[bytes]) -> tuple[str, str]:
         call = method(timeout=CALL_SECONDS)
         num_answers = 0
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        # gRPC's own error for a write to a call that has ended is in a private module.
+        ended = (asyncio.InvalidStateError, grpc.aio.AioRpcError, cygrpc.InternalError)
+        with contextlib.suppress(*ended):
             for message in messages:  # it may be refused before all of them are sent
                 await call.write(message)
             await call.done_writing()
@@ -246,7 +249,9 @@ def coordinator(directory: Path, certs: Certs) -> Iterator[tuple[str, psutil.Pro
         process.wait()
 
 
-def fuzz(calls: int, seed: int, directory: Path, say: Any = print) -> Outcome:
+def fuzz(
+    calls: int, seed: int, directory: Path, say: Any = print, minutes: float = 600.0
+) -> Outcome:
     """The whole experiment; `directory` must be empty."""
     certs, outcome, began = Certs(directory / "certs"), Outcome(), time.monotonic()
 
@@ -259,7 +264,8 @@ def fuzz(calls: int, seed: int, directory: Path, say: Any = print) -> Outcome:
     with coordinator(directory, certs) as (address, process):
         sites = [GoodSite(address, name, certs) for name in GOOD]
         mallory = Mallory(address, certs.bundle("mallory"), seed)
-        asyncio.run(mallory.attack(calls, outcome, sample))
+        until = time.monotonic() + 60.0 * minutes
+        asyncio.run(mallory.attack(calls, until, outcome, sample))
         at = sites[0].site.round
         time.sleep(3.0)
         for site in sites:
@@ -282,12 +288,17 @@ def fuzz(calls: int, seed: int, directory: Path, say: Any = print) -> Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=1_000_000)
+    parser.add_argument("--minutes", type=float, default=600.0, help="at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="loco-fuzz-") as directory:
         outcome = fuzz(
-            options.calls, options.seed, Path(directory), lambda line: print(line, flush=True)
+            options.calls,
+            options.seed,
+            Path(directory),
+            lambda line: print(line, flush=True),
+            options.minutes,
         )
     print(json.dumps(vars(outcome)) if options.json else outcome)
     sys.exit(1 if outcome.faults or outcome.undocumented else 0)
