@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.certs import Certs
-from support.live import Member, coordinating
+from support.live import Member, coordinating, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
 from coordinator import server
@@ -171,3 +171,54 @@ def test_a_message_that_is_too_large_is_refused_and_the_run_goes_on(tmp_path: Pa
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         paris.push(0, BODY)
         oslo.push(0, BODY)
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner_steps", "fits"),
+    [
+        (2 * 16 * 256, 2, True),
+        (2 * 16 * 256 + 1, 2, False),
+        (2**63, 2, False),
+        (100, 0, False),
+        (215 * 16 * 256, 215, True),
+        (100, 216, False),  # max_local_steps = 200, and 15 of the round
+        (2**63, 2**63, False),
+    ],
+)
+def test_a_site_cannot_make_itself_heavier_than_its_steps(
+    tmp_path: Path, tokens: int, inner_steps: int, fits: bool
+) -> None:
+    """data.batch = 16 sequences of model.seq_len = 256 tokens an inner step."""
+    with (
+        coordinating(create_store(tmp_path, CONFIG)) as coordinator,
+        Member(coordinator, "paris") as paris,
+        Member(coordinator, "oslo") as oslo,
+    ):
+        paris.enter()
+        oslo.enter()
+        if fits:
+            paris.push(0, BODY, tokens=tokens, inner_steps=inner_steps)
+            return
+        with pytest.raises(grpc.RpcError) as caught:
+            paris.push(0, BODY, tokens=tokens, inner_steps=inner_steps)
+        reason, message = refusal(caught.value)
+        assert reason == "shard"
+        assert str(tokens) in message
+
+
+@pytest.mark.parametrize("num_bytes", [0, 15, 17, 5000])
+def test_a_digest_of_another_length_is_refused_before_it_names_a_file(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    with (
+        coordinating(create_store(tmp_path, CONFIG)) as coordinator,
+        Member(coordinator, "paris") as paris,
+    ):
+        paris.enter()
+        header = paris.header(0, BODY, digest=bytes(num_bytes))
+        with pytest.raises(grpc.RpcError) as caught:
+            paris.stub.PushOffset(pb.PushOffsetRequest(header=header), timeout=10)
+        assert refusal(caught.value)[0] == "shard"
