@@ -8,7 +8,10 @@ import logging
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import grpc.aio
@@ -27,7 +30,8 @@ from coordinator.service import Service
 from coordinator.store import Store
 from coordinator.web import web_server
 from loco.config import Config, load_config
-from loco.errors import ConfigError
+from loco.errors import ConfigError, LocoError
+from loco.processes import interrupts_held
 from loco.wire.access import is_loopback
 from loco.wire.protocol import SERVER_OPTIONS, split_address
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -44,7 +48,7 @@ def open_run(config_path: Path, state: Path) -> Store:
     """Open the run in `state`, or create it from the config with fresh parameters."""
     config = load_config(config_path)
     if not Store.exists(state):
-        return _create_run(config, state)
+        _create_in_a_process(config, state)
     store = Store.open(state)
     if store.config.model_copy(update={"limits": config.limits}) != config:
         store.close()
@@ -57,16 +61,28 @@ def open_run(config_path: Path, state: Path) -> Store:
     return store
 
 
-def _create_run(config: Config, state: Path) -> Store:
-    # Only a new run needs torch here; a coordinator that comes back must not wait for its import.
+def _create_in_a_process(config: Config, state: Path) -> None:
+    """Only the initial parameters need torch, whose 200 MB would stay for as long as the run."""
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn")) as short_lived:
+            with interrupts_held():  # the child inherits that, and ends when it is done
+                made = short_lived.submit(_create_run, config, state)
+            made.result()
+    except BrokenProcessPool as error:
+        raise LocoError(
+            f"the process that makes the run's initial parameters ended early: {error}; is there "
+            f"memory for them? remove {state} and start again"
+        ) from error
+
+
+def _create_run(config: Config, state: Path) -> None:
     from loco.model import build_model, layout_of, pack
 
     model = build_model(config.model, seed=config.run.seed)
     layout = layout_of(model)
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
-    return Store.create(
-        state, run_id=run_id, config=config, layout=layout, theta=pack(model, layout)
-    )
+    theta = pack(model, layout)
+    Store.create(state, run_id=run_id, config=config, layout=layout, theta=theta).close()
 
 
 def _differences(old: Config, new: Config) -> Iterator[str]:

@@ -2,4 +2,5 @@
 
 from loco.cli import main
 
-main()
+if __name__ == "__main__":  # and not in a process that multiprocessing starts
+    main()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -117,9 +118,11 @@ class Checkpoints:
     def _finish(self, aside: Path, manifest: Manifest) -> bytes:
         manifest.digests = {p.name: file_digest(p).hex() for p in aside.iterdir()}
         (aside / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
+        _sync_all(aside)  # so that a power cut cannot leave the name without the bytes
         target = aside.with_suffix("")
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
+        _sync(self._directory)
         for old in sorted(self._directory.glob("round-????????"))[:-KEEP]:
             shutil.rmtree(old)
         return b""
@@ -187,6 +190,19 @@ def _save(tensors: dict[str, Tensor], directory: Path) -> None:
             )
     except OSError as error:
         raise LocoError(f"cannot write the checkpoint {directory}: {error}") from error
+
+
+def _sync_all(directory: Path) -> None:
+    for path in (*directory.iterdir(), directory):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _make_empty(directory: Path) -> bytes:

@@ -145,6 +145,27 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
         assert digests(coordinator) == undisturbed
 
 
+def test_what_a_kill_left_half_written_is_no_checkpoint(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    """Killed while it saved: before the rename, and (by a power cut) after it."""
+    checkpoint = tmp_path / "checkpoint"
+    with run_of(tmp_path, config_of_run()) as coordinator:
+        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("holds", 3))
+        assert isinstance(first.ends(), Killed)
+        newest = max(checkpoint.glob("round-????????"))
+        for name in ("round-00000004.partial", "round-00000005"):
+            shutil.copytree(newest, checkpoint / name)
+            (checkpoint / name / "manifest.json").unlink()
+        torn = Path(shutil.copytree(newest, checkpoint / "round-00000006"))
+        manifest = torn / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:100])
+        Life(coordinator.address, "paris", checkpoint=checkpoint).finishes()
+        assert digests(coordinator) == undisturbed
+        cursors = [shard.data_cursor for shard in stored(coordinator)]
+        assert cursors == [H * (r + 1) for r in range(ROUNDS)]
+
+
 def test_a_checkpoint_too_old_for_the_updates_keeps_the_data_and_drops_the_ef(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,13 +234,23 @@ def test_a_new_site_begins_at_its_first_sample_with_theta_checked(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("rounds_away", "keep_updates", "keeps_ef"), [(1, 10, True), (5, 10, True), (5, 2, False)]
+    ("rounds_away", "keep_updates", "keeps_ef"),
+    [
+        (1, 10, True),
+        (5, 10, True),
+        (5, 2, False),
+        pytest.param(500, 600, True, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(500, 10, False, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
 )
 def test_a_site_that_was_away(
     rounds_away: int, keep_updates: int, keeps_ef: bool, tmp_path: Path
 ) -> None:
     """EF stays with the theta that updates lead on; where a snapshot replaces theta, it goes."""
-    changes = {"state": {"snapshot_every_rounds": 2, "keep_updates": keep_updates}}
+    changes = {
+        "run": {"rounds": rounds_away + 2},
+        "state": {"snapshot_every_rounds": 2, "keep_updates": keep_updates},
+    }
     with run_of(tmp_path, config_of_run(**changes, quorum=IMPATIENT)) as coordinator:
         layout = coordinator.store.layout
         paris = NumpySite(coordinator.address, "paris", layout)
