@@ -10,7 +10,7 @@ PROTO := proto/loco/wire/v1/coordinator.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-.PHONY: setup demo system test check format dashboards docs proto fuzz-wire bench bench-codec bench-scape chaos evidence clean help
+.PHONY: setup demo system test check format dashboards docs proto fuzz-wire bench bench-codec bench-scape bench-rounds chaos evidence clean help
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -45,10 +45,13 @@ check: $(READY) ## lint, types, import rules, wire format, generated code
 	diff -r -x __init__.py -x __pycache__ build/proto/loco/wire/v1 $(GENERATED) \
 		|| { echo "generated code is stale: run make proto and commit"; exit 1; }
 
-bench: bench-codec bench-scape ## speed, each with its rivals in the same run
+bench: bench-codec bench-scape bench-rounds ## speed, each with its rivals in the same run
 
 bench-codec: $(READY) ## bits, error, speed and memory of the codec
 	$(BIN)/python -m benchmarks.codec
+
+bench-rounds: $(READY) ## coming back, memory, and what an empty round costs
+	$(BIN)/python -m benchmarks.rounds
 
 bench-scape: $(READY) ## step time and bytes inside a site (root: shaped links)
 	$(BIN)/python -m benchmarks.scape --ranks 4 --mbit 1000 --params 10e6

@@ -34,6 +34,7 @@ from loco.wire.v1 import coordinator_pb2 as pb
 Count = Callable[[str, str, str, Message], None]
 
 DIGEST_BYTES = 16  # XXH3-128
+CHECKS_AT_ONCE = 2  # each decodes a cell: memory must not grow with the number of sites
 STALL_SECONDS = 60.0  # without a message: the stream ends, what came stays
 SLOW_AFTER_SECONDS = 60.0  # from then on a stream must have kept up with the least rate
 
@@ -56,6 +57,7 @@ class Uploads:
         self._count = count
         self._limits = engine.store.config.limits
         self._writers: dict[Path, _Writer] = {}
+        self._checking = asyncio.Semaphore(CHECKS_AT_ONCE)
 
     def offset(self, header: pb.PushHeader) -> int:
         """Bytes of this shard that are here already."""
@@ -228,7 +230,8 @@ class Uploads:
     async def _check(self, header: pb.PushHeader, event: ShardStored, path: Path) -> Checked:
         """Sync, size, digest, payload and magnitude; a whole file that fails is removed."""
         try:
-            checked, seconds = await asyncio.to_thread(self._inspect, header, event, path)
+            async with self._checking:
+                checked, seconds = await asyncio.to_thread(self._inspect, header, event, path)
             self._monitor.contribution(event, checked.num_values, seconds)
             self._check_values(event, checked)
         except RefusedRequest:
