@@ -104,6 +104,7 @@ def disturb(
                 f"{name} ended with {code}" for name, code in codes.items() if code
             ]
         except Exception as error:  # reported with the rest, and as a failure
+            say(f"{directory.name}: {type(error).__name__}: {error}")
             outcome.failures.append(f"{directory.name}: {type(error).__name__}: {error}")
             world.coordinator.kill()
         settle_books(world, outcome)
