@@ -99,7 +99,9 @@ def _check_chain(
     updates = (p for p in (store.directory / "updates").iterdir() if p.name.isdigit())
     # One beyond the run's round was interrupted by a crash: it is made again.
     files = {("update", int(p.name)): p for p in updates if int(p.name) < round_}
-    files |= {("snapshot", s.round): s.theta for s in store.snapshots.all()}
+    # One that is gone was named with its snapshot.
+    thetas = {("snapshot", s.round): s.theta for s in store.snapshots.all()}
+    files |= {key: theta for key, theta in thetas.items() if theta.exists()}
     previous, stated = FIRST, set()
     for entry in chain.read(path):
         fact = entry.fact
