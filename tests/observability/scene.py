@@ -17,6 +17,7 @@ from typing import Any
 
 import tomli_w
 import yaml
+from support.certs import Certs
 from support.live import eventually
 from support.namespaces import HUB, Far, card_bytes, two_hosts
 from support.programs import program
@@ -50,6 +51,11 @@ class Scene:
     ended_at: float = 0.0
     card_up: int = 0
     card_down: int = 0
+
+    def __post_init__(self) -> None:
+        self.certs = Certs(self.directory / "certs", hosts=(HUB,))
+        self.operator = ["--bundle", str(self.certs.bundle("ops", role="operator"))]
+        """Credentials of `loco status` and `loco control`."""
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -102,7 +108,8 @@ class Scene:
     def start_coordinator(self) -> None:
         config, state = self.directory / "run.toml", self.directory / "state"
         config.write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
-        where = ["--listen", LISTEN, "--metrics", METRICS, "--insecure"]
+        bundle = ["--bundle", str(self.certs.coordinator)]
+        where = ["--listen", LISTEN, "--metrics", METRICS, *bundle]
         self._spawn("coordinator", loco("coordinator", str(config), "--state", str(state), *where))
         self.until(lambda: self.get("readyz"), "the coordinator is ready")
 
@@ -120,12 +127,13 @@ class Scene:
 
     def start_sites(self) -> None:
         for site in SITES:
-            where = ["--coordinator", LISTEN, "--insecure", "--site", site, "--threads", "1"]
+            where = ["--coordinator", LISTEN, "--site", site, "--threads", "1"]
+            where += ["--bundle", str(self.certs.bundle(site))]
             link = ["--link-mbit", "100"] if site == "oslo" else []  # paris' link is measured
             self._spawn(site, self.far.command(*loco("worker", *where, *link)))
 
     def control(self, *arguments: str) -> None:
-        subprocess.run(loco("control", LISTEN, *arguments, "--insecure"), check=True)
+        subprocess.run(loco("control", LISTEN, *arguments, *self.operator), check=True)
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
         """Poll, and fail with the log of a process that has ended badly."""

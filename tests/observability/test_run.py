@@ -233,7 +233,9 @@ def test_report_draws_without_a_server(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_terminal_shows_the_same(scene: Scene) -> None:
-    done = subprocess.run(loco("status", LISTEN), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        loco("status", LISTEN, *scene.operator), capture_output=True, text=True, check=True
+    )
     for site in scene.status()["sites"]:
         (row,) = (line for line in done.stdout.splitlines() if line.startswith(site["name"]))
         for number in (
