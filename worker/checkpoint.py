@@ -1,6 +1,6 @@
 """Checkpoints of a site: what it needs to come back as if it had never been away.
 
-    DIR/round-00000012/*.distcp        tensors, by torch.distributed.checkpoint
+    DIR/round-00000012/rank-0/*.distcp tensors of a rank, by torch.distributed.checkpoint
     DIR/round-00000012/manifest.json   everything else, and the files' digests; written last
 
 theta and error feedback are stored by rows of the layout and the optimizer by rank, so that a site
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from loco.digest import file_digest
 from loco.errors import LocoError
@@ -112,11 +112,12 @@ class Checkpoints:
         self._site.from_leader(lambda: _make_empty(aside))
         tensors = {f"{kind}/{rows.start}": getattr(state, kind) for kind in KINDS}
         tensors |= {f"optimizer/{self._site.rank}/{i}": t for i, t in enumerate(parts)}
-        self._site.together(lambda: _save(tensors, aside))
+        self._site.together(lambda: _save(tensors, aside / _folder(self._site.rank)))
         self._site.from_leader(lambda: self._finish(aside, manifest))
 
     def _finish(self, aside: Path, manifest: Manifest) -> bytes:
-        manifest.digests = {p.name: file_digest(p).hex() for p in aside.iterdir()}
+        files = [path for path in aside.rglob("*") if path.is_file()]
+        manifest.digests = {str(p.relative_to(aside)): file_digest(p).hex() for p in files}
         (aside / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
         _sync_all(aside)  # so that a power cut cannot leave the name without the bytes
         target = aside.with_suffix("")
@@ -162,21 +163,19 @@ class Checkpoints:
         """The outer state of these rows, and every stored rank's optimizer."""
         tensors: dict[str, Tensor] = {}
         shards = list(zip(manifest.starts, manifest.starts[1:], strict=False))
-        for start, stop in shards:
+        directory = self._directory / f"round-{manifest.round:08d}"
+        optimizers = []
+        for rank, ((start, stop), structure) in enumerate(
+            zip(shards, manifest.optimizers, strict=True)
+        ):
+            optimizer, parts = unpack_structure(structure)
+            optimizers.append(optimizer)
+            of_rank = {f"optimizer/{rank}/{i}": part for i, part in enumerate(parts)}
             if start < rows.stop and rows.start < stop:
                 for kind in KINDS:
-                    tensors[f"{kind}/{start}"] = torch.empty((stop - start) * CHUNK)
-        optimizers = []
-        for rank, structure in enumerate(manifest.optimizers):
-            optimizer, parts = unpack_structure(structure)
-            tensors |= {f"optimizer/{rank}/{i}": part for i, part in enumerate(parts)}
-            optimizers.append(optimizer)
-        directory = self._directory / f"round-{manifest.round:08d}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            state_dict_loader.load(
-                tensors, checkpoint_id=directory, no_dist=not dist.is_initialized()
-            )
+                    of_rank[f"{kind}/{start}"] = torch.empty((stop - start) * CHUNK)
+            _load(of_rank, directory / _folder(rank))
+            tensors |= of_rank
         state = OuterState(**{kind: _cut(tensors, kind, shards, rows) for kind in KINDS})
         return state, optimizers
 
@@ -185,11 +184,24 @@ def _save(tensors: dict[str, Tensor], directory: Path) -> None:
     try:
         with warnings.catch_warnings():  # it warns of a world of one, which is what we ask for
             warnings.simplefilter("ignore", UserWarning)
-            state_dict_saver.save(
-                tensors, checkpoint_id=directory, no_dist=not dist.is_initialized()
-            )
-    except OSError as error:
-        raise LocoError(f"cannot write the checkpoint {directory}: {error}") from error
+            state_dict_saver.save(tensors, checkpoint_id=directory, no_dist=True)
+    except CheckpointException as wrapped:  # it wraps whatever happens, Ctrl+C too
+        error = next(iter(wrapped.failures.values()))[0]
+        if isinstance(error, OSError):
+            raise LocoError(f"cannot write the checkpoint {directory}: {error}") from error
+        raise error from wrapped
+
+
+def _load(tensors: dict[str, Tensor], directory: Path) -> None:
+    """Fill the tensors in place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        state_dict_loader.load(tensors, checkpoint_id=directory, no_dist=True)
+
+
+def _folder(rank: int) -> str:
+    """Every rank writes a folder of its own: no rank waits for another in the middle of it."""
+    return f"rank-{rank}"
 
 
 def _sync_all(directory: Path) -> None:

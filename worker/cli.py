@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from loco.commands import Bundle, Insecure
 from loco.errors import ConfigError
 from loco.log import start_logging
 from loco.processes import interrupt_on_sigterm
+
+log = logging.getLogger("loco.worker")
 
 
 def register(app: typer.Typer) -> None:
@@ -52,6 +55,35 @@ def worker(
     ] = None,
     bundle: Bundle = None,
     insecure: Insecure = False,
+    fault_tolerance: Annotated[
+        str,
+        typer.Option(help="torchft: ranks may die and come back; none: a dead rank ends the site."),
+    ] = "none",
+    shard_backup: Annotated[
+        bool, typer.Option(help="torchft: keep what only one rank has also on the next one.")
+    ] = False,
+    lighthouse: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="torchft: the site's lighthouse; else started."),
+    ] = None,
+    site_ranks: Annotated[
+        int | None, typer.Option(help="torchft: ranks on all nodes of the site. Default --ranks.")
+    ] = None,
+    first_rank: Annotated[
+        int, typer.Option(min=0, help="torchft: the lowest of this node's ranks.")
+    ] = 0,
+    interface: Annotated[
+        str, typer.Option(help="torchft: this node's address in the site's private network.")
+    ] = "127.0.0.1",
+    rank_timeout: Annotated[
+        float, typer.Option(min=0.5, help="torchft: seconds until a silent rank is left out.")
+    ] = 5.0,
+    heal_seconds: Annotated[
+        float, typer.Option(min=1.0, help="torchft: seconds a new rank has to take the state.")
+    ] = 120.0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="torchft: how often a rank that died is started again.")
+    ] = 10,
 ) -> None:
     """Join a run as one site and train until it is finished.
 
@@ -61,9 +93,22 @@ def worker(
     # They import pydantic and grpc: too slow for `loco --help`.
     from loco.config import check_site_name
     from loco.wire.protocol import split_address
-    from worker.options import Options
+    from worker.options import Elastic, Options
 
-    world = int(os.environ.get("WORLD_SIZE", "0"))
+    elastic = None
+    if _tolerates_faults(fault_tolerance):
+        elastic = Elastic(
+            lighthouse=lighthouse,
+            local_ranks=ranks or 1,
+            first_rank=first_rank,
+            site_ranks=site_ranks or ranks or 1,
+            interface=interface,
+            rank_timeout_seconds=rank_timeout,
+            heal_seconds=heal_seconds,
+            shard_backup=shard_backup,
+            max_restarts=max_restarts,
+        )
+    world = int(os.environ.get("WORLD_SIZE", "0")) if elastic is None else 0
     if ranks is not None and (ranks < 1 or (world and ranks != world)):
         allowed = f"the {world} ranks of this torchrun job" if world else "at least 1"
         raise ConfigError(f"--ranks {ranks} is not possible: use {allowed}")
@@ -80,14 +125,21 @@ def worker(
         metrics=metrics,
         checkpoint=checkpoint,
         checkpoint_every_rounds=checkpoint_every_rounds,
+        elastic=elastic,
         link_mbit=link_mbit,
         bundle=bundle,
         insecure=insecure,
     )
-    if metrics is not None:
-        split_address(metrics)
+    for address in (metrics, lighthouse):
+        if address is not None:
+            split_address(address)
     options.access.check(coordinator, site=site)
-    if not world and num_local > 1:
+    if elastic is not None and "LOCO_LIGHTHOUSE" not in os.environ:
+        from worker.elastic.supervisor import supervise
+
+        start_logging(site)
+        sys.exit(supervise(options))
+    if elastic is None and not world and num_local > 1:
         from worker.launch import launch
 
         sys.exit(launch(num_local, options))
@@ -97,3 +149,23 @@ def worker(
     from worker.rank import run_rank
 
     run_rank(options)
+
+
+def _tolerates_faults(choice: str) -> bool:
+    """Whether ranks may die; without torchft a site runs on a static group and says so once."""
+    if choice not in ("none", "torchft"):
+        raise ConfigError(f"--fault-tolerance {choice!r} is not known: use torchft or none")
+    if choice == "none":
+        return False
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "--fault-tolerance torchft does not go with torchrun, which ends all ranks when one "
+            "dies: use `loco worker --ranks N` on every node, see docs/torchft.md"
+        )
+    from worker.elastic.quorum import MISSING, is_installed
+
+    if not is_installed():
+        start_logging("worker")
+        log.warning("%s: this site runs on a static group, a dead rank ends it", MISSING)
+        return False
+    return True

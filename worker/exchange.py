@@ -7,14 +7,15 @@ the coordinator says that v is included, else EF = a.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loco import codec
 from loco.config import Config
@@ -29,18 +30,57 @@ from worker.site import Site
 class OuterState:
     """What a checkpoint holds of one rank's rows, each [rows * 4096] fp32."""
 
-    theta: torch.Tensor
-    error_feedback: torch.Tensor
-    params: torch.Tensor
+    theta: Tensor
+    error_feedback: Tensor
+    params: Tensor
     """The replica: theta, and the inner steps made since the exchange."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A contribution that is encoded."""
+
+    shards: dict[int, bytes]
+    """Those shards that this rank can upload."""
+    ef_norm_sq: float
+    """Sum of squares of EF = a - v on this rank's rows."""
+    keep: Callable[[], None]
+    """Makes EF = a - v final, until the coordinator decides."""
+
+
+class Undoable(Protocol):
+    """A part of a contribution whose fate is open."""
+
+    @property
+    def indices(self) -> npt.NDArray[Any]:
+        """Elements sent."""
+
+    @property
+    def originals(self) -> npt.NDArray[np.float32]:
+        """a at these elements."""
+
+    def undo(self, ef: npt.NDArray[np.float32]) -> None:
+        """Turn EF = a - v back into a."""
+
+
+class TakenBack:
+    """An open contribution of another rank: all that is needed is how to take it back."""
+
+    def __init__(self, indices: npt.NDArray[np.int64], originals: npt.NDArray[np.float32]) -> None:
+        self.indices = indices
+        self.originals = originals
+
+    def undo(self, ef: npt.NDArray[np.float32]) -> None:
+        """EF = a - v becomes a."""
+        ef[self.indices] = self.originals
+
+
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     """A contribution whose fate is open."""
 
     round: int
-    parts: list[tuple[slice, codec.FeedbackEncoded]]  # by elements of the shard
+    parts: Sequence[tuple[slice, Undoable]]  # by elements of the shard
 
 
 class Exchange:
@@ -54,11 +94,11 @@ class Exchange:
         self.rows = layout.shard(site.rank, site.num_ranks)
         self._theta = np.zeros(len(self.rows) * CHUNK, np.float32)
         self._ef = np.zeros_like(self._theta)
-        self._sent: _Sent | None = None
+        self._sent: Sent | None = None
         self._anchor = self._theta  # params at the last encode, or theta as written after it
         self.round = 0
-        self.ef_norm_sq = 0.0
-        """Sum of squares of EF = a - v on this rank's rows, as `encode` left it."""
+        self.num_dropped = 0
+        """Values of all rows that the last `retract` could not take back."""
 
     @property
     def snapshot_span(self) -> range:
@@ -72,13 +112,14 @@ class Exchange:
         self._sent = None
         self.round = round_
 
-    def state(self) -> OuterState:
-        """The state between two rounds; theta and EF are shared, not copied."""
+    def state(self, rows: range) -> OuterState:
+        """The state of some of this rank's rows between two rounds; theta and EF are shared."""
         assert self._sent is None
+        here = self._slice(rows)
         return OuterState(
-            theta=torch.from_numpy(self._theta),
-            error_feedback=torch.from_numpy(self._ef),
-            params=torch.from_numpy(self._read_rows()),
+            theta=torch.from_numpy(self._theta[here]),
+            error_feedback=torch.from_numpy(self._ef[here]),
+            params=torch.from_numpy(self._read_rows()[here]),
         )
 
     def restore(self, state: OuterState, round_: int) -> None:
@@ -118,36 +159,48 @@ class Exchange:
         finally:
             self._write_rows(params)
 
-    def capture(self) -> None:
-        """Copy this rank's rows of the replica: where the pseudo-gradient is measured.
-
-        Inner steps may go on as soon as it returns.
+    def read(self) -> npt.NDArray[np.float32]:
+        """A copy of this rank's rows of the replica, [rows * 4096].
 
         Raises:
-            NonFiniteError: names the tensor; nothing has changed.
+            NonFiniteError: names the tensor.
         """
         params = self._read_rows()
         self._check_finite(params)
+        return params
+
+    def capture(self, params: npt.NDArray[np.float32]) -> None:
+        """The pseudo-gradient is measured at what `read` gave; inner steps may go on."""
         self._anchor = params
 
-    def encode(self, k: int) -> bytes:
+    def encode(self, k: int) -> Staged:
         """This rank's shard of the contribution that `capture` began: one payload a cell."""
-        params = self._anchor
+        parts = self._encode_rows(self.rows, self._ef, k)
+        body = b"".join(encoded.payload for _, encoded in parts)
+        norm_sq = sum(encoded.norm_sq for _, encoded in parts)
+
+        def keep() -> None:
+            self._sent = Sent(self.round, parts)
+
+        return Staged(shards={self._site.rank: body}, ef_norm_sq=norm_sq, keep=keep)
+
+    def _encode_rows(
+        self, rows: range, error_feedback: npt.NDArray[np.float32], k: int
+    ) -> list[tuple[slice, codec.FeedbackEncoded]]:
+        """Each cell of some rows, and where it lies; `error_feedback` [all rows] becomes a - v."""
         parts = []
-        for cell in cells(self.rows):
+        for cell in cells(rows):
             here = self._slice(cell)
             encoded = codec.encode_feedback(
                 self._theta[here],
-                params[here],
-                self._ef[here],
+                self._anchor[here],
+                error_feedback[here],
                 beta=self._config.outer.beta,
                 k=k,
                 bits=self._config.codec.bits,
             )
             parts.append((here, encoded))
-        self._sent = _Sent(self.round, parts)
-        self.ef_norm_sq = sum(encoded.norm_sq for _, encoded in parts)
-        return b"".join(encoded.payload for _, encoded in parts)
+        return parts
 
     def settle(self, *, included: bool) -> None:
         """The coordinator has decided: keep EF = a - v, or take v back."""
@@ -156,11 +209,11 @@ class Exchange:
                 encoded.undo(self._ef[here])
         self._sent = None
 
-    def retract(self, limit: float) -> int:
+    def retract(self, limit: float) -> None:
         """The coordinator refused what was sent for its content: EF takes it back.
 
         Except for values that are larger than `limit` in magnitude or not finite: they would be
-        refused in every round to come. Returns how many of them this rank's rows had.
+        refused in every round to come.
         """
         self.settle(included=False)
         dropped = 0
@@ -169,10 +222,15 @@ class Exchange:
             absurd = ~(np.abs(ef) <= limit)
             ef[absurd] = 0
             dropped += int(np.count_nonzero(absurd))
-        return dropped
+        (total,) = self._site.sum(dropped)
+        self.num_dropped = int(total)
 
     def apply(self, update: bytes) -> None:
         """theta of this round becomes theta of the next."""
+        self._site.together(lambda: self._apply(update))
+        self.round += 1
+
+    def _apply(self, update: bytes) -> None:
         offset = 0
         for cell in cells(range(self._layout.num_chunks)):
             length = codec.payload_length(update[offset : offset + codec.HEADER_BYTES])
@@ -186,7 +244,42 @@ class Exchange:
                     cell_elements=len(cell) * CHUNK,
                     start=(own.start - cell.start) * CHUNK,
                 )
-        self.round += 1
+
+    # --- for another rank that keeps the same rows ----------------------------------------------
+
+    def give(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """All of it, shared, as JSON and tensors."""
+        tensors: dict[str, npt.NDArray[Any]] = {
+            "theta": self._theta,
+            "error_feedback": self._ef,
+            "anchor": self._anchor,
+        }
+        if self._sent is not None:
+            tensors["sent"], tensors["originals"] = self._sent_arrays()
+        about = {"round": self.round, "sent_in": self._sent and self._sent.round}
+        return about, {name: torch.from_numpy(array) for name, array in tensors.items()}
+
+    def take(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Become what `give` gave on another rank."""
+        self._theta[:] = tensors["theta"].numpy()
+        self._ef[:] = tensors["error_feedback"].numpy()
+        self._anchor = tensors["anchor"].numpy()
+        self.round = about["round"]
+        self._sent = None
+        if about["sent_in"] is not None:
+            whole = TakenBack(tensors["sent"].numpy(), tensors["originals"].numpy())
+            self._sent = Sent(about["sent_in"], [(slice(None), whole)])
+
+    def _sent_arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Elements that the open contribution holds, and EF there if it is taken back."""
+        assert self._sent is not None
+        places: list[npt.NDArray[Any]] = [
+            part.indices + here.start for here, part in self._sent.parts
+        ]
+        originals = [part.originals for _, part in self._sent.parts]
+        return np.concatenate(places).astype(np.int64), np.concatenate(originals)
+
+    # --- rows of the replica --------------------------------------------------------------------
 
     def _slice(self, rows: range) -> slice:
         first = self.rows.start

@@ -4,48 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
 
 from loco import codec
 from loco.config import config_from_json
 from loco.digest import bytes_digest
 from loco.errors import LocoError, NonFiniteError, RefusedError
-from loco.inner import reshard
-from loco.log import log_fields
 from loco.model import layout_of
 from loco.wire.blocks import is_sound
 from loco.wire.v1 import coordinator_pb2 as pb
-from worker.checkpoint import Checkpoints, Position
-from worker.exchange import Exchange
-from worker.meanwhile import Meanwhile
-from worker.options import Options
-from worker.pulse import Pulse
-from worker.session import Have, Session
-from worker.site import Site
-from worker.trainer import Local, Trainer
+from worker.elastic.replica import WorkerReplica
+from worker.entry import Entry
+from worker.progress import Contribution
+from worker.site import MembersChanged
+from worker.trainer import Local
 
 log = logging.getLogger("loco.worker")
 
 SAY_WAITED_SECONDS = 0.5
 
 
-class Worker:
+class Worker(Entry):
     """One rank of a site. All ranks call everything alike; the leader also speaks for the site."""
-
-    def __init__(self, options: Options, site: Site, session: Session) -> None:
-        self._options = options
-        self._site = site
-        self._session = session
-        self._pulse = Pulse()
-        self._meanwhile = Meanwhile(site, session, self._step_meanwhile)
-        self._plan = pb.RoundPlan()
-        self._theta_digest = ""
-        self._pending: tuple[pb.PushHeader, bytes] | None = None
-        self._retracted_round = -1
-        self._waited_before = 0.0
-        self._in_flight = False
-        """A contribution was captured, and the update that answers it is not applied yet."""
-        self._repeats = False
-        """All state is that of an earlier life of this site, which may have gone on from here."""
 
     def run(self) -> None:
         """Train until the run is finished."""
@@ -54,10 +37,12 @@ class Worker:
         self._trainer = self._site.together(self._make_trainer)
         self._layout = layout_of(self._trainer.model)
         codec.warm_up_beside(self._layout.num_elements)
-        self._exchange = Exchange(self._config, self._site, self._trainer.model, self._layout)
+        self._exchange = self._kind_of_exchange(
+            self._config, self._site, self._trainer.model, self._layout
+        )
         self._checkpoints = self._open_checkpoints(run.run_id)
         try:
-            self._rounds(self._enter())
+            self._live()
         except NonFiniteError:
             with self._pulse.edit() as beat:
                 beat.non_finite = True
@@ -67,6 +52,20 @@ class Worker:
         if self._site.leads:
             self._session.leave("the run is finished")
 
+    def _live(self) -> None:
+        """Rounds until the run is finished, among whoever is there."""
+        replica = WorkerReplica(self._trainer, self._exchange, self._at, self._session, self._pulse)
+        self._site.meet(replica)
+        while True:
+            try:
+                entered = self._site.has_state
+                self._rounds(_ask_again() if entered else self._enter())
+                return
+            except MembersChanged as change:
+                log.info("the members of the site change: %s", change)
+                self._site.meet(replica)
+                self._lead()
+
     def _rounds(self, directive: pb.WaitRoundResponse) -> None:
         while directive.directive != pb.DIRECTIVE_FINISHED:
             try:
@@ -74,14 +73,14 @@ class Worker:
                 directive = self._following(directive) or self._next_directive()
             except RefusedError as refused:
                 self._overcome(refused)
-                directive = pb.WaitRoundResponse(directive=pb.DIRECTIVE_WAIT)
+                directive = _ask_again()
         self._evaluate_if_due()
 
     def _following(self, done: pb.WaitRoundResponse) -> pb.WaitRoundResponse | None:
         """What comes after a directive, where it said so itself: a round trip less."""
         if done.directive != pb.DIRECTIVE_UPDATE or not done.HasField("next"):
             return None
-        if self._theta_digest != done.theta_digest:
+        if self._at.theta_digest != done.theta_digest:
             return None  # the coordinator has to be told
         return pb.WaitRoundResponse(directive=pb.DIRECTIVE_TRAIN, plan=done.next)
 
@@ -117,42 +116,71 @@ class Worker:
 
     def _contribute(self, plan: pb.RoundPlan) -> None:
         """What is left of H inner steps, then this rank's shard; asked again, the same shard."""
-        self._plan = plan
+        self._at.plan = plan
         self._evaluate_if_due()
-        if not self._has_contributed():
-            self._pending = self._train(plan)
-        assert self._pending is not None
-        header, body = self._pending
+        contribution = self._prepare(plan)
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
             try:
-                self._meanwhile.do(lambda: self._session.push(header, body))
+                self._meanwhile.do(lambda: self._push(contribution))
             except RefusedError as refused:
                 self._take_refusal(refused)
 
-    def _train(self, plan: pb.RoundPlan) -> tuple[pb.PushHeader, bytes]:
-        """The round's contribution of this rank."""
+    def _prepare(self, plan: pb.RoundPlan) -> Contribution:
+        """The round's contribution; what of it is done already is not done again."""
+        if not self._has_contributed():
+            self._train(plan)
+        assert self._at.pending is not None
+        if not self._at.pending.shards:
+            self._encode(self._at.pending, plan.k)
+        return self._at.pending
+
+    def _train(self, plan: pb.RoundPlan) -> None:
+        """What is left of the round's inner steps; the pseudo-gradient is measured after them."""
+        if self._at.goal[0] != self._exchange.round:
+            steps = self._trainer.local_steps + self._steps_left(plan)
+            self._at.goal = (self._exchange.round, steps)
         with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
-            self._trainer.train(self._steps_left(plan), plan)
-            local = self._trainer.exchanged()
+            self._trainer.train(self._at.goal[1] - self._trainer.local_steps, plan)
+            local = self._trainer.measure()
+        params = self._site.together(self._exchange.read)
+        self._site.transition(lambda: self._capture(params, local))
+
+    def _capture(self, params: npt.NDArray[np.float32], local: Local) -> None:
+        """From here on inner steps belong to the next round."""
         header = pb.PushHeader(
             round=self._exchange.round,
-            shard=self._site.rank,
-            num_shards=self._site.num_ranks,
+            num_shards=self._site.num_shards,
             tokens=local.tokens,
             inner_steps=local.inner_steps,
             data_cursor=self._trainer.data_cursor,
-            theta_digest=self._theta_digest,
+            theta_digest=self._at.theta_digest,
         )
+        self._exchange.capture(params)
+        self._trainer.start_count()
+        self._at.pending = Contribution(header, local, {})
+        self._at.in_flight, self._at.waited_before = True, self._meanwhile.waited_seconds
         with self._pulse.edit() as beat:
             beat.inner_steps = self._trainer.data_cursor
             beat.tokens += local.tokens
             beat.train_bits_per_byte = local.train_bits_per_byte
+
+    def _encode(self, contribution: Contribution, k: int) -> None:
+        """The shards of a contribution, while inner steps go on."""
         with self._pulse.phase(pb.SITE_PHASE_ENCODE):
-            self._site.together(self._exchange.capture)
-            self._in_flight, self._waited_before = True, self._meanwhile.waited_seconds
-            body = self._meanwhile.do(lambda: self._exchange.encode(plan.k))
-        self._report(self._exchange.round, local)
-        return header, body
+            staged = self._meanwhile.do(lambda: self._exchange.encode(k))
+        sums = self._site.sum(
+            staged.ef_norm_sq,
+            self._session.retries,
+            self._session.resumed_bytes,
+            self._trainer.in_site_bytes,
+        )
+
+        def keep() -> None:
+            staged.keep()
+            self._at.pending = replace(contribution, shards=staged.shards)
+            self._report(contribution, *sums)
+
+        self._site.transition(keep)
 
     def _steps_left(self, plan: pb.RoundPlan) -> int:
         """Of the round's H inner steps, those not made during the delay of the last exchange.
@@ -162,18 +190,19 @@ class Worker:
         ahead = min(self._trainer.local_steps, self._config.outer.delay_steps)
         return max(0, plan.inner_steps - ahead)
 
-    def _report(self, round_: int, stats: Local) -> None:
+    def _report(
+        self,
+        contribution: Contribution,
+        ef_norm_sq: float,
+        retries: float,
+        resumed_bytes: float,
+        in_site_bytes: float,
+    ) -> None:
         """What people want to know of this round, summed over the ranks, into the next beat."""
-        ef_norm_sq, retries, resumed_bytes, in_site_bytes = self._site.sum(
-            self._exchange.ef_norm_sq,
-            self._session.retries,
-            self._session.resumed_bytes,
-            self._trainer.in_site_bytes,
-        )
         with self._pulse.edit() as beat:
             beat.reports.add(
-                round=round_,
-                train_bits_per_byte=stats.train_bits_per_byte,
+                round=contribution.header.round,
+                train_bits_per_byte=contribution.local.train_bits_per_byte,
                 ef_norm=math.sqrt(ef_norm_sq),
                 mask_density=self._trainer.mask_density,
                 grad_norm=self._trainer.optimizer.last_grad_norm,
@@ -182,6 +211,15 @@ class Worker:
             beat.totals.retries = int(retries)
             beat.totals.resumed_bytes = int(resumed_bytes)
             beat.totals.in_site_bytes = int(in_site_bytes)
+
+    def _push(self, contribution: Contribution) -> None:
+        """Upload the shards that fall to this rank: its own, or its part of all."""
+        for shard, body in contribution.shards.items():
+            if shard % self._site.num_ranks == self._site.rank:
+                header = pb.PushHeader()
+                header.CopyFrom(contribution.header)
+                header.shard = shard
+                self._session.push(header, body)
 
     def _take_refusal(self, refused: RefusedError) -> None:
         """Nothing of a refused contribution is lost; the next directive says how to go on."""
@@ -203,18 +241,21 @@ class Worker:
 
         The round goes on without this site, or asks for another contribution if it cannot.
         """
-        limit = self._config.outer.max_value
-        (dropped,) = self._site.sum(self._exchange.retract(limit))
-        self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
-        self._pending, self._retracted_round = None, self._exchange.round
-        self._in_flight = False
+        self._site.transition(self._take_back)
+        limit, dropped = self._config.outer.max_value, self._exchange.num_dropped
         fate = "the site skips the round, error feedback takes the contribution back"
         return f"{fate} but for {dropped:.0f} values beyond {limit:g}" if dropped else fate
 
+    def _take_back(self) -> None:
+        self._exchange.retract(self._config.outer.max_value)
+        self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
+        self._at.pending, self._at.retracted_round = None, self._exchange.round
+        self._at.in_flight = False
+
     def _step_meanwhile(self, away: bool) -> bool:
         """One inner step during an exchange, or because nobody answers; False: no more."""
-        total = self._steps_left(self._plan) + self._trainer.local_steps
-        more = away and self._plan.inner_steps and total < self._config.inner.max_local_steps
+        total = self._steps_left(self._at.plan) + self._trainer.local_steps
+        more = away and self._at.plan.inner_steps and total < self._config.inner.max_local_steps
         if not more and self._delay_left() == 0:
             return False
         self._train_ahead(1)
@@ -222,16 +263,16 @@ class Worker:
 
     def _delay_left(self) -> int:
         """Inner steps still to make before the update of the exchange in flight is applied."""
-        last = self._plan.first_step + self._plan.inner_steps >= self._plan.total_steps
-        if not self._in_flight or last:
+        last = self._at.plan.first_step + self._at.plan.inner_steps >= self._at.plan.total_steps
+        if not self._at.in_flight or last:
             return 0
         return max(0, self._config.outer.delay_steps - self._trainer.local_steps)
 
     def _train_ahead(self, num_steps: int) -> None:
         """Inner steps that belong to the round after this one."""
         plan = pb.RoundPlan(
-            first_step=self._plan.first_step + self._plan.inner_steps,
-            total_steps=self._plan.total_steps,
+            first_step=self._at.plan.first_step + self._at.plan.inner_steps,
+            total_steps=self._at.plan.total_steps,
         )
         with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
             self._trainer.train(num_steps, plan)
@@ -240,19 +281,28 @@ class Worker:
         """Pull the update in parts, one a rank, and apply it everywhere."""
         if directive.included and not self._has_contributed():
             self._repeat(directive.plan, directive.data_cursor)
+        if self._has_contributed():
+            self._prepare(
+                self._at.plan
+            )  # EF must hold what was measured, though nobody waits for it
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
             self._session.check_update(directive.entry, self._exchange.round, update)
         self._end_delay()
         with self._pulse.phase(pb.SITE_PHASE_APPLY):
-            self._exchange.settle(included=directive.included)
-            self._site.together(lambda: self._exchange.apply(update))
-            self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
-            self._report_theta(directive.theta_digest)
+            self._site.transition(lambda: self._apply(directive, update))
         self._say_fate(directive.included)
         due = self._exchange.round % self._options.checkpoint_every_rounds == 0
         if self._checkpoints and due:
             self._save_checkpoint()
+
+    def _apply(self, directive: pb.WaitRoundResponse, update: bytes) -> None:
+        """theta of this round becomes theta of the next, here and in the replica."""
+        self._at.in_flight = False
+        self._exchange.settle(included=directive.included)
+        self._exchange.apply(update)
+        self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
+        self._report_theta(directive.theta_digest)
 
     def _end_delay(self) -> None:
         """Make the steps that are left of the delay: the update is applied after the last one.
@@ -261,9 +311,9 @@ class Worker:
         every run, and after every accident.
         """
         self._train_ahead(self._delay_left())
-        waited = self._meanwhile.waited_seconds - self._waited_before
+        waited = self._meanwhile.waited_seconds - self._at.waited_before
         delay = self._config.outer.delay_steps
-        if self._in_flight and delay and waited > SAY_WAITED_SECONDS and self._site.leads:
+        if self._at.in_flight and delay and waited > SAY_WAITED_SECONDS and self._site.leads:
             log.warning(
                 "waited %.1f s for the update of round %d: the exchange takes longer than "
                 "outer.delay_steps = %d inner steps",
@@ -271,11 +321,10 @@ class Worker:
                 self._exchange.round,
                 delay,
             )
-        self._in_flight = False
 
     def _has_contributed(self) -> bool:
-        """Whether this life of the site has encoded a contribution to the current round."""
-        return self._pending is not None and self._pending[0].round == self._exchange.round
+        """Whether this life of the site has measured a contribution to the current round."""
+        return self._at.pending is not None and self._at.pending.round == self._exchange.round
 
     def _repeat(self, plan: pb.RoundPlan, data_cursor: int) -> None:
         """An earlier life of this site contributed to this round: do what it did, send nothing.
@@ -284,26 +333,27 @@ class Worker:
         the ranks are as many as they were.
         """
         # Steps in between that never came to be included are lost with that life: no repeating.
-        self._repeats &= self._trainer.data_cursor + self._steps_left(plan) == data_cursor
-        if self._repeats:
+        if self._at.goal[0] != self._exchange.round:
+            self._at.repeats &= self._trainer.data_cursor + self._steps_left(plan) == data_cursor
+        if self._at.repeats:
             log.info(
                 "repeating the contribution of an earlier life to round %d", self._exchange.round
             )
-            self._plan = plan
-            self._pending = self._train(plan)
+            self._at.plan = plan
+            self._prepare(plan)
         self._trainer.data_cursor = max(self._trainer.data_cursor, data_cursor)
 
     def _say_fate(self, included: bool) -> None:
         """One line a round: what became of the contribution, and theta after it."""
         before = self._exchange.round - 1
-        mine = before == self._retracted_round or (
-            self._pending is not None and self._pending[0].round == before
+        mine = before == self._at.retracted_round or (
+            self._at.pending is not None and self._at.pending.round == before
         )
         fate = (
             "included" if included else "not included, kept in error feedback" if mine else "none"
         )
         if self._site.leads:
-            digest = self._theta_digest[:16]
+            digest = self._at.theta_digest[:16]
             log.info("round %d: contribution %s; theta is now %s", before, fate, digest)
 
     def _pull(self, directive: pb.WaitRoundResponse) -> bytes:
@@ -332,152 +382,13 @@ class Worker:
         def ask() -> bytes:
             if not self._site.leads:
                 return b""
-            answer = self._session.next_directive(self._exchange.round, self._theta_digest)
+            answer = self._session.next_directive(self._exchange.round, self._at.theta_digest)
             return answer.SerializeToString()
 
         with self._pulse.phase(pb.SITE_PHASE_WAIT):
             answer = self._meanwhile.do(ask)
             return pb.WaitRoundResponse.FromString(self._site.gather_bytes(answer)[0])
 
-    # --- joining --------------------------------------------------------------------------------
 
-    def _get_run(self) -> pb.GetRunResponse:
-        packed = self._site.from_leader(lambda: self._session.get_run().SerializeToString())
-        return pb.GetRunResponse.FromString(packed)
-
-    def _make_trainer(self) -> Trainer:
-        name = self._options.site
-        corpus = self._options.data or self._config.data.sites.get(name, self._config.data.corpus)
-        return Trainer(self._config, self._site, name, corpus)
-
-    def _open_checkpoints(self, run_id: str) -> Checkpoints | None:
-        directory = self._options.checkpoint
-        if directory is None:
-            return None
-        return Checkpoints(directory, self._site, run_id=run_id, name=self._options.site)
-
-    def _enter(self) -> pb.WaitRoundResponse:
-        """Join with the state of the newest checkpoint, or from the coordinator's snapshot.
-
-        Error feedback is kept only with the theta that it belongs to: if the run can lead that
-        theta on by updates. The inner optimizer and the place in the data are kept in any case.
-        """
-        saved = self._checkpoints.newest() if self._checkpoints else None
-        have = Have(round=saved.round, theta_digest=saved.theta_digest) if saved else None
-        joined = self._join(have)
-        self._trainer.data_cursor = joined.data_cursor
-        if self._checkpoints and saved:
-            rows = self._exchange.rows
-            state, optimizers = self._checkpoints.load(saved, rows)
-            mine = reshard(optimizers, rank=self._site.rank, size=self._site.num_ranks)
-            self._trainer.optimizer.load_state_dict(mine)
-            if joined.keep_state:
-                log.info("going on from the checkpoint of round %d", saved.round)
-                self._trainer.data_cursor = saved.data_cursor
-                self._repeats = True
-                self._exchange.restore(state, saved.round)
-                self._trainer.go_on(saved.local_steps, saved.local_nats)
-                self._report_theta(saved.theta_digest)
-                return self._next_directive()
-            log.warning("the checkpoint of round %d is too old: its EF is dropped", saved.round)
-            self._trainer.data_cursor = max(saved.data_cursor, joined.data_cursor)
-        return pb.WaitRoundResponse(
-            directive=pb.DIRECTIVE_RESYNC,
-            snapshot_round=joined.snapshot_round,
-            theta_digest=joined.snapshot_digest,
-            entry=joined.snapshot_entry,
-        )
-
-    def _save_checkpoint(self) -> None:
-        assert self._checkpoints is not None
-        (nats,) = self._site.sum(self._trainer.local_nats)
-        self._checkpoints.save(
-            Position(
-                round=self._exchange.round,
-                theta_digest=self._theta_digest,
-                data_cursor=self._trainer.data_cursor,
-                local_steps=self._trainer.local_steps,
-                local_nats=nats / self._site.num_ranks,
-            ),
-            self._exchange.state(),
-            self._trainer.optimizer.state_dict(),
-            rows=self._exchange.rows,
-            num_rows=self._layout.num_chunks,
-        )
-
-    def _join(self, have: Have | None) -> pb.JoinResponse:
-        joined = self._become_member(have)
-        run = self._run
-        log_fields(run=run.run_id, site=self._options.site, rank=self._site.rank)
-        if self._site.leads:
-            log.info(
-                "joined run %s as incarnation %d with %d ranks on %s: %d parameters",
-                run.run_id,
-                joined.incarnation,
-                self._site.num_ranks,
-                self._site.device,
-                self._layout.num_parameters,
-            )
-            with self._pulse.edit() as beat:
-                beat.link_bytes_per_second = (self._options.link_mbit or 0.0) * 1e6 / 8
-            self._pulse.start(
-                self._session.address,
-                self._session.access,
-                self._session.caller,
-                joined.heartbeat_seconds,
-                self._session.wire,
-            )
-        return joined
-
-    def _become_member(self, have: Have | None) -> pb.JoinResponse:
-        """Join, all ranks under one incarnation; waits like any other call."""
-
-        def ask() -> bytes:
-            if not self._site.leads:
-                return b""
-            ranks = self._site.num_ranks
-            return self._session.join(self._run, self._layout, ranks, have).SerializeToString()
-
-        answer = self._site.gather_bytes(self._meanwhile.do(ask))[0]
-        joined = pb.JoinResponse.FromString(answer)
-        self._session.caller = pb.Caller(
-            run_id=self._run.run_id, site=self._options.site, incarnation=joined.incarnation
-        )
-        return joined
-
-    def _join_again(self, refused: RefusedError) -> None:
-        """The coordinator came back with a state from before this site joined.
-
-        Theta, EF, optimizer and place in the data stay: the next directive says whether theta is
-        the run's. A coordinator that the site is ahead of is waited for, as everywhere.
-        """
-        log.warning("joining again: %s", refused)
-        self._become_member(Have(round=self._exchange.round, theta_digest=self._theta_digest))
-        with self._pulse.edit() as beat:
-            beat.caller.CopyFrom(self._session.caller)
-
-    def _load_snapshot(self, round_: int, digest: str) -> None:
-        with self._pulse.phase(pb.SITE_PHASE_SYNC):
-            span = self._exchange.snapshot_span
-            data = self._site.together(lambda: self._session.snapshot(round_, span))
-            self._exchange.load(data, round_)
-            self._trainer.drop_local_steps()
-            self._pending = None
-            self._in_flight = False
-            self._repeats = False
-            self._exchange.write_parameters()
-            self._report_theta(digest)
-        if self._theta_digest != digest:
-            raise LocoError(
-                f"the snapshot of round {round_} has digest {self._theta_digest[:16]}, the "
-                f"coordinator announced {digest[:16]}: a file of its state directory has changed"
-            )
-
-    def _report_theta(self, expected: str) -> None:
-        """Tell the coordinator, which answers a wrong theta with RESYNC."""
-        self._theta_digest = self._exchange.digest()
-        if self._theta_digest != expected:
-            log.error("theta %s is not the run's %s", self._theta_digest[:16], expected[:16])
-        with self._pulse.edit() as beat:
-            beat.theta_digest = self._theta_digest
-            beat.round = self._exchange.round
+def _ask_again() -> pb.WaitRoundResponse:
+    return pb.WaitRoundResponse(directive=pb.DIRECTIVE_WAIT)

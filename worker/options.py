@@ -9,6 +9,45 @@ from loco.wire.access import Access
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How the ranks of the site may come and go (`--fault-tolerance torchft`)."""
+
+    lighthouse: str | None
+    """HOST:PORT of the site's lighthouse; None: `loco worker` starts one for this node."""
+    local_ranks: int
+    """Ranks of this node."""
+    first_rank: int
+    """The lowest of this node's ranks."""
+    site_ranks: int
+    """Ranks of the whole site: it begins when all are there."""
+    interface: str
+    """Address of this node in the site's private network, where ranks listen for each other."""
+    rank_timeout_seconds: float
+    """A rank that is silent for so long is left out."""
+    heal_seconds: float
+    """How long the others wait for a new rank to take their state."""
+    shard_backup: bool
+    """Keep what only one rank has also on the next one."""
+    max_restarts: int
+    """How often a rank that died is started again."""
+
+    def arguments(self) -> list[str]:
+        """The command line that gives these options; the lighthouse's address is told otherwise."""
+        flags = {
+            "--fault-tolerance": "torchft",
+            "--ranks": self.local_ranks,
+            "--first-rank": self.first_rank,
+            "--site-ranks": self.site_ranks,
+            "--interface": self.interface,
+            "--rank-timeout": self.rank_timeout_seconds,
+            "--heal-seconds": self.heal_seconds,
+            "--max-restarts": self.max_restarts,
+        }
+        backup = ["--shard-backup"] if self.shard_backup else []
+        return [str(part) for item in flags.items() for part in item] + backup
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Everything else comes from the coordinator at join."""
 
@@ -28,6 +67,8 @@ class Options:
     checkpoint: Path | None
     """Directory of the site's checkpoints, which all its ranks can reach; None: no checkpoints."""
     checkpoint_every_rounds: int
+    elastic: Elastic | None = None
+    """None: a static group, in which the death of a rank ends the site."""
     link_mbit: float | None
     """Rate of the site's wide-area link in Mbit/s, for the utilisation on dashboards only."""
     bundle: Path | None = None
@@ -55,4 +96,5 @@ class Options:
             "--bundle": self.bundle,
         }
         given = [str(part) for item in flags.items() if item[1] is not None for part in item]
-        return [*given, "--insecure"] if self.insecure else given
+        insecure = ["--insecure"] if self.insecure else []
+        return [*given, *insecure, *(self.elastic.arguments() if self.elastic else [])]

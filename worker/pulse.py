@@ -94,8 +94,12 @@ class Pulse:
         interval: float,
         wire: WireMetrics,
     ) -> None:
-        """Beat every `interval` seconds until `stop`."""
-        self._beat.caller.CopyFrom(caller)
+        """Beat every `interval` seconds until `stop`; one that beats goes on as this caller."""
+        with self._lock:
+            self._beat.caller.CopyFrom(caller)
+        if self._thread is not None:
+            return
+        self._stop.clear()
         # A separate subchannel pool, or gRPC would share the data's connection.
         options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         link = Link(address, access, options)
@@ -109,6 +113,7 @@ class Pulse:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
 
     def _run(self, link: Link, interval: float, wire: WireMetrics) -> None:
         while not self._stop.wait(interval):

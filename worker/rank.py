@@ -12,29 +12,34 @@ from loco.errors import ConfigError, LocoError, NonFiniteError
 from loco.metrics import Catalogue, WireMetrics
 from loco.processes import ignore_interrupts
 from loco.wire.protocol import split_address
+from worker.elastic.host import Rules
+from worker.elastic.outer import ReplicatedExchange
+from worker.exchange import Exchange
 from worker.loop import Worker
 from worker.options import Options
 from worker.session import Session
-from worker.site import Site
+from worker.site import Site, pick_device
+
+START_SECONDS = 60.0  # a site without state waits so long for all its ranks
 
 
 def run_rank(options: Options) -> None:
     """Form the site with the other ranks, train until the run is finished, leave."""
     torch.set_num_threads(options.threads)
-    site = Site.join(options.device)
+    site = _join(options)
     registry = CollectorRegistry()
-    _serve_metrics(options.metrics, site.rank, registry)
+    _serve_metrics(options.metrics, int(os.environ.get("RANK", "0")), registry)
     wire = WireMetrics(Catalogue(registry))
     session = Session(
         options.coordinator, options.site, options.patience_seconds, wire, options.access
     )
     try:
-        Worker(options, site, session).run()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        kind = Exchange if options.elastic is None else ReplicatedExchange
+        Worker(options, site, session, kind).run()
+        site.close()
     except (KeyboardInterrupt, NonFiniteError) as end:
         ignore_interrupts()  # Ctrl+C reaches every process of a terminal, and the launcher tells us
-        if site.leads and session.caller.incarnation:
+        if site.speaks_last() and session.caller.incarnation:
             session.leave(str(end) or "interrupted")
         raise
     except RuntimeError as error:
@@ -45,6 +50,28 @@ def run_rank(options: Options) -> None:
         ) from error
     finally:
         session.close()
+
+
+def _join(options: Options) -> Site:
+    """The static group of torchrun's environment, or a member of a site that may change."""
+    if options.elastic is None:
+        return Site.join(options.device)
+    from worker.elastic.site import ElasticSite
+
+    return ElasticSite(
+        pick_device(options.device),
+        os.environ["LOCO_LIGHTHOUSE"],
+        slot=int(os.environ["RANK"]),
+        rules=Rules(
+            target_size=options.elastic.site_ranks,
+            start_seconds=START_SECONDS,
+            heal_seconds=options.elastic.heal_seconds,
+        ),
+        interface=options.elastic.interface,
+        rank_timeout_seconds=options.elastic.rank_timeout_seconds,
+        patience_seconds=options.patience_seconds,
+        shard_backup=options.elastic.shard_backup,
+    )
 
 
 def _is_of_collective(error: RuntimeError) -> bool:

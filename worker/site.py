@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from loco import errors
 from loco.errors import ConfigError, LocoError, RefusedError
+from loco.inner.base import InnerOptimizer
 from loco.inner.groups import Group
 from loco.layout import CHUNK, Layout
 
@@ -27,8 +28,17 @@ T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # others wait in one while a rank waits for the coordinator
 
 
+class MembersChanged(Exception):  # noqa: N818  # not an error: the site meets, and goes on
+    """The members of the site are others now; what was staged and not committed is void."""
+
+
 class Site:
-    """This rank's view of its site."""
+    """This rank's view of its site, whose members stay the same until it ends.
+
+    `worker.elastic` has the other kind, whose members are asked anew for every step: it raises
+    MembersChanged from any collective, and the worker then calls `meet`. Every change of state that
+    all ranks make alike goes through `commit_step` or `transition`.
+    """
 
     def __init__(self, device: torch.device, group: Group) -> None:
         self.device = device
@@ -39,7 +49,7 @@ class Site:
     @classmethod
     def join(cls, device_name: str) -> Site:
         """Form the site from torchrun's environment (RANK, WORLD_SIZE, ...), or a world of one."""
-        device = _device(device_name)
+        device = pick_device(device_name)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -51,9 +61,49 @@ class Site:
         return cls(device, Group())
 
     @property
+    def num_shards(self) -> int:
+        """Parts of the site's contributions, as many as the ranks that it joined with."""
+        return self.num_ranks
+
+    @property
     def leads(self) -> bool:
         """The rank that speaks for the site."""
         return self.rank == 0
+
+    def meet(self, replica: Any) -> None:
+        """Agree with those who are there on members and state."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the site has something to go on from; a static one never comes back to this."""
+        return False
+
+    def begin(self) -> None:
+        """A step begins; its members must be those of the last one."""
+
+    def commit_step(
+        self, optimizer: InnerOptimizer, staged: Any, count: Callable[[], None]
+    ) -> None:
+        """Apply an inner step that all ranks have staged, then `count` it."""
+        optimizer.commit(staged)
+        count()
+
+    def transition(self, apply: Callable[[], None]) -> None:
+        """Apply another change that all ranks have prepared."""
+        apply()
+
+    def fetch(self, span: range, fetch: Callable[[range], bytes]) -> bytes:
+        """The bytes of `span` that this rank needs, by `fetch`."""
+        return self.together(lambda: fetch(span))
+
+    def speaks_last(self) -> bool:
+        """Whether this rank, interrupted, says goodbye for the whole site."""
+        return self.leads
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def together(self, work: Callable[[], T]) -> T:
         """Do `work` on every rank; if it fails on any, all raise the lowest rank's error."""
@@ -104,7 +154,8 @@ class Site:
         return self.group.all_gather(own.to(self.device)).wait().cpu()
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """The device of this rank; ConfigError for one that is not there."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -64,9 +64,18 @@ class Trainer:
         )
         self.data_cursor = 0
         """Inner steps of this site since the run's start: its position in its data."""
+        self._all_held_out = held_out
         self._local_steps = 0
-        self._nats = 0.0
-        self._held_out = held_out[site.rank :: site.num_ranks]
+        self._nats = self._weight = 0.0
+        self.divided()
+
+    def divided(self) -> None:
+        """The site's rank or number of ranks is another now: take its part of the data."""
+        site = self._site
+        self._stream.split(site.rank, site.num_ranks)
+        self._share = self._stream.rows * site.num_ranks / self._config.data.batch
+        """Rows of this rank over those of an average one: what its gradient weighs."""
+        self._held_out = self._all_held_out[site.rank :: site.num_ranks]
 
     @property
     def in_site_bytes(self) -> int:
@@ -82,39 +91,44 @@ class Trainer:
         """Inner steps; the learning rate follows the run's steps, the data this site's own."""
         for _ in range(num_steps):
             step = min(plan.first_step + self._local_steps, plan.total_steps - 1)
-            self._nats += self._inner_step(lr_at(self._config.inner, step, plan.total_steps))
-            self._local_steps += 1
-            self.data_cursor += 1
+            self._inner_step(lr_at(self._config.inner, step, plan.total_steps))
 
     @property
     def local_steps(self) -> int:
         """Inner steps since the last exchange."""
         return self._local_steps
 
-    @property
     def local_nats(self) -> float:
-        """Sum of this rank's training losses since the last exchange."""
-        return self._nats
+        """Sum of the site's training losses since the last exchange, of the ranks that are here."""
+        total, weight = self._site.sum(self._nats, self._weight)
+        return total / weight * self._local_steps if weight else 0.0
 
     def go_on(self, local_steps: int, local_nats: float) -> None:
         """Take over the count of an earlier life; the parameters are the caller's matter."""
-        self._local_steps, self._nats = local_steps, local_nats
+        self._local_steps, self._nats, self._weight = local_steps, local_nats, local_steps
+
+    def join_in(self, local_steps: int, data_cursor: int) -> None:
+        """Take over the place of other ranks, without their losses: they report those."""
+        self._local_steps, self.data_cursor = local_steps, data_cursor
+        self._nats = self._weight = 0.0
 
     def drop_local_steps(self) -> None:
         """Theta is replaced: what was done since the last exchange is gone, its data come again."""
         self.data_cursor -= self._local_steps
-        self._local_steps, self._nats = 0, 0.0
+        self.start_count()
 
-    def exchanged(self) -> Local:
-        """Begin a new count; returns what was done since the last exchange.
+    def start_count(self) -> None:
+        """An exchange takes what was done until now."""
+        self._local_steps, self._nats, self._weight = 0, 0.0, 0.0
+
+    def measure(self) -> Local:
+        """What was done since the last exchange.
 
         Raises:
             NonFiniteError: the loss was NaN or infinite, on every rank alike.
         """
-        steps, nats = self._local_steps, self._nats
-        self._local_steps, self._nats = 0, 0.0
-        (total,) = self._site.sum(nats)
-        mean = total / (steps * self._site.num_ranks)
+        steps = self._local_steps
+        mean = self.local_nats() / steps
         if not math.isfinite(mean):
             raise NonFiniteError(
                 f"site {self._name!r}: the training loss of the last {steps} inner steps is "
@@ -127,15 +141,24 @@ class Trainer:
             train_bits_per_byte=bits_per_byte(mean, self._train_bytes_per_token),
         )
 
-    def _inner_step(self, lr: float) -> float:
+    def _inner_step(self, lr: float) -> None:
+        """One step of all ranks; without effect if MembersChanged is raised on the way."""
+        self._site.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         inputs, targets = self._stream.batch(self.data_cursor)
         self.optimizer.zero_grad()
         loss = self.model(inputs.to(self._site.device), targets.to(self._site.device))
-        loss.backward()
-        self.optimizer.step()
-        return float(loss.detach())
+        (loss if self._share == 1 else loss * self._share).backward()
+        staged, nats = self.optimizer.stage(), float(loss.detach())
+        self._site.commit_step(self.optimizer, staged, lambda: self._count(nats))
+
+    def _count(self, nats: float) -> None:
+        """A step is committed."""
+        self._nats += nats * self._share
+        self._weight += self._share
+        self._local_steps += 1
+        self.data_cursor += 1
 
     def evaluate(self) -> float:
         """Bits per byte of the current parameters on the held-out text."""

@@ -42,6 +42,8 @@ class DataStream:
                 f"data.batch = {batch} cannot be split among {world} ranks: "
                 "choose a number of ranks that divides it"
             )
+        self.batch_size = batch
+        self.split(rank, world)
         for part in parts:
             if len(part.tokens) <= seq_len:
                 raise DataError(
@@ -52,20 +54,31 @@ class DataStream:
         self._tokens = [part.tokens for part in parts]
         self._shares = shares([part.weight for part in parts])
         self.seq_len = seq_len
-        self.batch_size = batch
         self.seed = seed
         self.site = site
-        self.rank = rank
-        self.rows = batch // world
         self.num_windows = [(len(tokens) - 1) // seq_len for tokens in self._tokens]
         """Windows of an epoch of each part; the tokens after the last full one are left out."""
 
+    def split(self, rank: int, world: int) -> None:
+        """Give this rank its rows of every batch from now on: equally many, or one more or less.
+
+        Raises:
+            ConfigError: there are more ranks than rows.
+        """
+        if world > self.batch_size:
+            raise ConfigError(
+                f"data.batch = {self.batch_size} has no row for each of {world} ranks: "
+                "choose a larger batch or fewer ranks"
+            )
+        self.first_row = rank * self.batch_size // world
+        self.rows = (rank + 1) * self.batch_size // world - self.first_row
+
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank at inner step `step`: [batch / world, seq_len] int64.
+        """Inputs and targets of this rank at inner step `step`: [rows, seq_len] int64.
 
         The targets are the inputs one token later.
         """
-        first = step * self.batch_size + self.rank * self.rows
+        first = step * self.batch_size + self.first_row
         samples = np.arange(first, first + self.rows)
         owners, numbers = assign(samples, self._shares, seed=self.seed, site=self.site)
         spans_BS = torch.empty(self.rows, self.seq_len + 1, dtype=torch.int64)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from loco.inner.groups import Group
+from loco.inner.moving import Change, Held
+
 
 class InnerOptimizer(Protocol):
     """One optimizer step of a site: synchronise the ranks, clip, update. Every rank calls it.
@@ -30,6 +33,18 @@ class InnerOptimizer(Protocol):
         """Synchronise gradients over the ranks and update the parameters, equally on all."""
         ...
 
+    def stage(self) -> Any:
+        """Everything of a step that needs other ranks; it changes neither parameters nor state."""
+        ...
+
+    def settle(self, staged: Any) -> Any:
+        """The same, once nothing of it is on its way any more."""
+        ...
+
+    def commit(self, staged: Any) -> None:
+        """Apply what `stage` returned; it needs no other rank and cannot fail on one only."""
+        ...
+
     def zero_grad(self) -> None:
         """Set the gradients to zero in place; call it before the first micro-batch of a step."""
         ...
@@ -40,4 +55,32 @@ class InnerOptimizer(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on the same rank; the next step is bit-equal."""
+        ...
+
+    def common_state(self) -> dict[str, Any]:
+        """The part of the state that all ranks have alike: a rank that joins starts from it."""
+        ...
+
+    def load_common_state(self, state_dict: dict[str, Any]) -> None:
+        """Take what `common_state` gave on another rank."""
+        ...
+
+    def held(self) -> Held | None:
+        """What this rank alone has, shared; None where all ranks have everything alike."""
+        ...
+
+    def held_after(self, staged: Any) -> Held | None:
+        """What `held` will be after `commit(staged)`, as copies."""
+        ...
+
+    def held_in(self, state: dict[str, Any]) -> Held | None:
+        """What `held` will be after `regroup` with this state."""
+        ...
+
+    def move(self, group: Group, change: Change, held: dict[int, Held]) -> dict[str, Any]:
+        """This rank's state among the ranks of `group`, which all call it; nothing changes yet."""
+        ...
+
+    def regroup(self, group: Group, state: dict[str, Any]) -> None:
+        """Go on in `group` with what `move` returned; it needs no other rank."""
         ...

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from loco.errors import ConfigError
 from loco.inner.flat import FlatGradients, describe, trainable
 from loco.inner.groups import Group, require_equal
+from loco.inner.moving import Change, Held
 
 
 class DenseSync:
@@ -64,9 +65,17 @@ class DenseSync:
         """Bytes that this rank sent in collectives since construction."""
         return self.group.bytes_sent
 
-    @torch.no_grad()
     def step(self) -> None:
         """Average, clip, update. If a gradient is not finite on any rank, all skip the step."""
+        self.commit(self.stage())
+
+    @torch.no_grad()
+    def stage(self) -> bool:
+        """Average and clip the gradients; parameters and state stay as they are.
+
+        Returns:
+            Whether they are finite, on all ranks alike: what `commit` needs.
+        """
         self._gradients.collect()
         flat = self._gradients.flat  # [n] fp32
         self.group.all_reduce_sum(flat)
@@ -75,11 +84,22 @@ class DenseSync:
         # infinity of one rank survives the sum.
         self.last_grad_norm = float(torch.linalg.vector_norm(flat))
         if not math.isfinite(self.last_grad_norm):
-            self.skipped_steps += 1
-            return
+            return False
         if self.max_grad_norm is not None and self.last_grad_norm > self.max_grad_norm:
             flat *= self.max_grad_norm / self.last_grad_norm
-        self.optimizer.step()
+        return True
+
+    def settle(self, staged: bool) -> bool:
+        """Nothing of a staged step is on its way."""
+        return staged
+
+    @torch.no_grad()
+    def commit(self, staged: bool) -> None:
+        """Update with the averaged gradients, or count a step that all ranks skip."""
+        if staged:
+            self.optimizer.step()
+        else:
+            self.skipped_steps += 1
 
     def zero_grad(self) -> None:
         """Zero the gradient buffer in place."""
@@ -93,6 +113,27 @@ class DenseSync:
         """Restore what `state_dict` returned, on any number of ranks."""
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.skipped_steps = state_dict["skipped_steps"]
+
+    # All of it is equal on all ranks, so nothing is lost with one, and nothing has to move.
+    common_state = state_dict
+    load_common_state = load_state_dict
+
+    def held(self) -> None:
+        """No rank has anything alone."""
+
+    def held_after(self, staged: bool) -> None:
+        """No rank has anything alone."""
+
+    def held_in(self, state: dict[str, Any]) -> None:
+        """No rank has anything alone."""
+
+    def move(self, group: Group, change: Change, held: dict[int, Held]) -> dict[str, Any]:  # noqa: ARG002
+        """This rank's state in another group: nothing that the others would have to give."""
+        return {}
+
+    def regroup(self, group: Group, state: dict[str, Any]) -> None:  # noqa: ARG002
+        """Go on in another group."""
+        self.group = group
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:

@@ -8,6 +8,8 @@ all-to-all with a local sum, and all-gathers of equal sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,9 +52,8 @@ class Group:
         """Replace `buffer` by its sum over the ranks, bit-equal on all of them."""
         if self.size == 1:
             return
-        assert self._process_group is not None
         self.bytes_sent += 2 * buffer.nbytes * (self.size - 1) // self.size
-        self._process_group.allreduce([buffer], dist.AllreduceOptions()).wait()
+        self._run(lambda ranks: ranks.allreduce([buffer], dist.AllreduceOptions()))
 
     def all_gather(self, own: Tensor) -> Gathering:
         """Start gathering `own`, equally shaped on all ranks; the result is [size, *own.shape]."""
@@ -60,12 +61,13 @@ class Group:
         if self.size == 1 or own.numel() == 0:
             gathered[:] = own
             return Gathering(gathered, None)
-        assert self._process_group is not None
         self.bytes_sent += own.nbytes * (self.size - 1)
-        work = self._process_group.allgather_into_tensor_coalesced(
-            [gathered.view(-1)], [own.view(-1)], AllgatherOptions()
+        finish = self.start(
+            lambda ranks: ranks.allgather_into_tensor_coalesced(
+                [gathered.view(-1)], [own.view(-1)], AllgatherOptions()
+            )
         )
-        return Gathering(gathered, work)
+        return Gathering(gathered, finish)
 
     def all_to_all(self, send: Tensor, send_sizes: list[int]) -> Tensor:
         """Send the r-th part of `send` [sum(send_sizes)] to rank r.
@@ -78,27 +80,74 @@ class Group:
         if self.size == 1:
             received[0] = send
             return received
-        assert self._process_group is not None
         self.bytes_sent += (send.numel() - own) * send.element_size()
-        self._process_group.alltoall_base(
-            received.view(-1), send, [own] * self.size, send_sizes, dist.AllToAllOptions()
-        ).wait()
+        sizes = [own] * self.size
+        self._run(
+            lambda ranks: ranks.alltoall_base(
+                received.view(-1), send, sizes, send_sizes, dist.AllToAllOptions()
+            )
+        )
         return received
+
+    def broadcast(self, buffer: Tensor, source: int) -> None:
+        """Replace `buffer`, equally shaped on all ranks, by that of rank `source`."""
+        if self.size == 1 or buffer.numel() == 0:
+            return
+        if self.rank == source:
+            self.bytes_sent += buffer.nbytes * (self.size - 1)
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._run(lambda ranks: ranks.broadcast([buffer], options))
+
+    def shift(self, own: Tensor, num_received: int) -> Tensor:
+        """Send `own` [k] to the next rank, the last one's to the first.
+
+        Returns:
+            What the rank before sent, [num_received].
+        """
+        received = own.new_empty(num_received)
+        if self.size == 1:
+            received.copy_(own)
+            return received
+        self.bytes_sent += own.nbytes
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        sent = [own.numel() if rank == following else 0 for rank in range(self.size)]
+        came = [num_received if rank == before else 0 for rank in range(self.size)]
+        self._run(
+            lambda ranks: ranks.alltoall_base(received, own, came, sent, dist.AllToAllOptions())
+        )
+        return received
+
+    def start(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> Callable[[], None]:
+        """Start a collective; what is returned blocks until it is done.
+
+        Every collective goes through here: a group whose members may be lost overrides it.
+        """
+        assert self._process_group is not None
+        work = collective(self._process_group)
+        return lambda: _wait(work)
+
+    def _run(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        self.start(collective)()
 
 
 class Gathering:
     """An all-gather in flight."""
 
-    def __init__(self, gathered: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, gathered: Tensor, finish: Callable[[], None] | None) -> None:
         self._gathered = gathered
-        self._work = work
+        self._finish = finish
 
     def wait(self) -> Tensor:
         """Block until every rank's part is here (on CUDA: until the stream may use it)."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         return self._gathered
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()
 
 
 def require_equal(group: Group, lines: list[str], device: torch.device) -> None:

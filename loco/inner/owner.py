@@ -62,6 +62,10 @@ class Owner(ABC):
         """What lr multiplies, [k], with the proposed gradient scaled by `scale` (clipping)."""
 
     @abstractmethod
+    def staged(self) -> Tensor:
+        """What `buffer` will be after `commit`, as a copy, [S]."""
+
+    @abstractmethod
     def commit(self) -> None:
         """Keep the proposed state."""
 
@@ -108,6 +112,9 @@ class LocalOwner(Owner):
         moment = self._moment.index_select(0, self._own)
         direction = (self._gradient * scale).div_(moment.div_(self._correction).sqrt_())
         return direction.clamp_(-limit, limit)
+
+    def staged(self) -> Tensor:
+        return self._moment.clone()
 
     def commit(self) -> None:
         self.buffer, self._moment = self._moment, self.buffer
@@ -167,6 +174,11 @@ class MomentumOwner(Owner):
         self._momentum = self._previous * b1 + gradient * (1 - b1)
         moment = self._previous.square().mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
         return (self._momentum / bc1).div_((moment / bc2).sqrt_().add_(self.eps))
+
+    def staged(self) -> Tensor:
+        buffer = self._decayed()
+        buffer[self._own] = self._momentum
+        return buffer
 
     def commit(self) -> None:
         self.buffer[self.support] *= self.betas[0]

@@ -16,7 +16,7 @@ the owner's matter (owner.py). docs/scape.md explains the presets and what was m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from loco.inner.dense import check_max_grad_norm
 from loco.inner.flat import FlatGradients, FlatParameters, describe, trainable
 from loco.inner.groups import Group, require_equal
 from loco.inner.mask import Mask, MaskGathering, mask_from_marks, select
+from loco.inner.moving import Change, Held, gather_held
 from loco.inner.owner import LocalOwner, MomentumOwner, Owner
 from loco.inner.shards import is_sparse, make_regions, make_shards
 
@@ -53,7 +54,7 @@ class StagedStep:
     """Everything that a step will do, computed and exchanged but not yet applied."""
 
     mask: Mask
-    next_mask: MaskGathering | None
+    next_mask: MaskGathering | Mask | None
     leftover: Tensor  # [K] fp32: what rounding for the wire left of each sent value
     changes: Tensor  # [K] fp32: what is added to the parameters on the mask
 
@@ -143,15 +144,25 @@ class Scape(torch.optim.Optimizer):
         self._applied_steps = 0
         self._mask: Mask | None = None
         self._next_mask: MaskGathering | Mask | None = None
+        self._bias_correction = bias_correction
         self._lay_out()
+        self._divide()
+
+    def _divide(self) -> None:
+        """Cut the flat vector into the shards of the group's ranks, and own this rank's, zeroed."""
+        self._shards = make_shards(self._regions, self.group.size)
+        self._shard = self._shards[self.group.rank]
+        # Allocated once: on a CPU, page faults of fresh buffers cost more than the arithmetic.
+        self._scratch = self._residual.new_empty(self._shard.length)
         self._owner: Owner
-        if second_moment == "local":
-            self._owner = LocalOwner(self._shard, betas, eps, self._residual)
+        arguments = (self._shard, self.betas, self.eps, self._residual)
+        if self.second_moment == "local":
+            self._owner = LocalOwner(*arguments)
         else:
-            self._owner = MomentumOwner(self._shard, betas, eps, self._residual, bias_correction)
+            self._owner = MomentumOwner(*arguments, self._bias_correction)
 
     def _lay_out(self) -> None:
-        """Move the parameters into one flat buffer, cut it into shards, check all ranks agree."""
+        """Move the parameters into one flat buffer, and check that all ranks agree."""
         by_group = trainable(self.param_groups)
         named = [
             item
@@ -166,17 +177,13 @@ class Scape(torch.optim.Optimizer):
         require_equal(self.group, lines, named[0][1].device)
         self._sizes = [[(p.numel(), is_sparse(p)) for _, p in items] for items in by_group]
         self._regions = make_regions(self._sizes)
-        self._shards = make_shards(self._regions, self.group.size)
-        self._shard = self._shards[self.group.rank]
         self._parameters = FlatParameters(named)
         self._gradients = FlatGradients(named)
         self._residual = torch.zeros_like(self._gradients.flat)  # q: [n] fp32
-        # Allocated once: on a CPU, page faults of fresh buffers cost more than the arithmetic.
-        self._scratch = self._residual.new_empty(self._shard.length)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is built: the layout is fixed afterwards."""
-        if hasattr(self, "_shards"):
+        if hasattr(self, "_owner"):
             raise ConfigError(
                 "Scape cannot take another parameter group after it was built; give it all groups "
                 "at once"
@@ -206,9 +213,7 @@ class Scape(torch.optim.Optimizer):
         The gradients stay as they are; call `zero_grad` before the next backward.
         """
         assert closure is None
-        staged = self.stage()
-        if staged is not None:
-            self.commit(staged)
+        self.commit(self.stage())
 
     def zero_grad(self, set_to_none: bool = False) -> None:  # noqa: ARG002 (torch's signature)
         """Zero the gradient buffer in place. The buffer stays, whatever `set_to_none` says."""
@@ -237,14 +242,25 @@ class Scape(torch.optim.Optimizer):
         own = mask.locals[self.group.rank]
         scale = self._clip_scale(self._owner.propose(own, received.float().mean(0)))
         if scale is None:
-            self.skipped_steps += 1
             return None
         changes = self._changes(mask, self._owner.direction(scale))
         return StagedStep(mask, next_mask, values.sub_(wire), changes)
 
+    def settle(self, staged: StagedStep | None) -> StagedStep | None:
+        """The same, once the next mask has arrived: waiting for it can fail, a commit must not."""
+        if staged is None or staged.next_mask is None:
+            return staged
+        return replace(staged, next_mask=_arrived(staged.next_mask))
+
     @torch.no_grad()
-    def commit(self, staged: StagedStep) -> None:
-        """Apply a staged step. It needs no other rank, so it cannot fail on some of them only."""
+    def commit(self, staged: StagedStep | None) -> None:
+        """Apply a staged step, or count one that all ranks skip.
+
+        It needs no other rank, so it cannot fail on some of them only.
+        """
+        if staged is None:
+            self.skipped_steps += 1
+            return
         self._residual.add_(self._gradients.flat, alpha=self._owner.gradient_weight)
         self._residual.index_copy_(0, staged.mask.positions, staged.leftover)
         self._owner.commit()
@@ -348,10 +364,14 @@ class Scape(torch.optim.Optimizer):
                 )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
-        self._applied_steps = state["applied_steps"]
-        self.skipped_steps = state["skipped_steps"]
         self._residual.copy_(state["residual"])
         self._owner.buffer.copy_(state["owner"])
+        self._load_common(state)
+
+    def _load_common(self, state: dict[str, Any]) -> None:
+        """Take the part of a state that all ranks have alike."""
+        self._applied_steps = state["applied_steps"]
+        self.skipped_steps = state["skipped_steps"]
         device = self._residual.device
         masks = [
             None if marks is None else mask_from_marks(self._shards, marks.to(device))
@@ -360,6 +380,67 @@ class Scape(torch.optim.Optimizer):
         self._mask, self._next_mask = masks
         if self._mask is not None:
             self._owner.support = self._mask.locals[self.group.rank]
+
+    # --- other members ------------------------------------------------------------------------
+
+    def common_state(self) -> dict[str, Any]:
+        """What all ranks have alike, as copies: a rank that joins starts from it."""
+        state = self.state_dict()
+        for own in ("rank", "size", "residual", "owner"):
+            del state["state"][own]
+        return state
+
+    def load_common_state(self, state_dict: dict[str, Any]) -> None:
+        """Take what `common_state` gave on another rank of the same model."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        self._load_common(state_dict["state"])
+
+    def held(self) -> Held:
+        """What this rank alone has: its residual [n] and its owner's buffer [S], fp32, shared."""
+        return Held(self._residual, self._owner.buffer)
+
+    @torch.no_grad()
+    def held_after(self, staged: StagedStep | None) -> Held:
+        """What `held` will be when `staged` is committed, as copies; nothing changes yet."""
+        if staged is None:
+            return Held(self._residual.clone(), self._owner.buffer.clone())
+        residual = self._residual.add(self._gradients.flat, alpha=self._owner.gradient_weight)
+        residual.index_copy_(0, staged.mask.positions, staged.leftover)
+        return Held(residual, self._owner.staged())
+
+    def held_in(self, state: dict[str, Any]) -> Held:
+        """What `held` will be after `regroup` with this state."""
+        return Held(state["state"]["residual"], state["state"]["owner"])
+
+    @torch.no_grad()
+    def move(self, group: Group, change: Change, held: dict[int, Held]) -> dict[str, Any]:
+        """This rank's state in `group`, from what its ranks hold; all of them call it.
+
+        Nothing changes here until `regroup`. The result is that of `reshard`, bit for bit, where
+        no state was lost; what was lost counts as zero.
+
+        Args:
+            held: by old rank, what this rank holds.
+        """
+        state = self.common_state()
+        parts = gather_held(
+            group, change, held, make_shards(self._regions, change.old_size), self._residual
+        )
+        owner = make_shards(self._regions, group.size)[group.rank].take(parts.owner)
+        state["state"] |= {
+            "rank": group.rank,
+            "size": group.size,
+            "residual": parts.residual,
+            "owner": owner,
+        }
+        return state
+
+    def regroup(self, group: Group, state: dict[str, Any]) -> None:
+        """Go on in another group with the state that `move` made."""
+        self.group = group
+        self._divide()
+        self.load_state_dict(state)
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from chaos.lives import Life
 from chaos.numpy_site import NumpySite, SiteThread
 from chaos.proxy import Proxy
 from chaos.runs import exact_run
+from support.contributing import contribute
 from support.live import coordinating, eventually
 from support.runs import config_of
 from torch import nn
@@ -55,8 +56,7 @@ def test_progress_is_kept_over_any_number_of_updates(updates: int, steps_between
     exchange.load(pack(model, layout).tobytes(), 0)
     exchange.write_parameters()
     move(model, 1.0)  # H inner steps, which are contributed
-    exchange.capture()
-    exchange.encode(k=64)
+    contribute(exchange, 64)
     move(model, 0.25)  # ... and those of the partition
     progress = 0.25
     theta = 0.0
@@ -81,8 +81,7 @@ def test_steps_after_an_update_are_measured_from_it() -> None:
     exchange.load(pack(model, layout).tobytes(), 0)
     exchange.write_parameters()
     move(model, 1.0)
-    exchange.capture()
-    exchange.encode(k=64)
+    contribute(exchange, 64)
     exchange.settle(included=True)
     exchange.apply(dense(padded(layout.num_elements, -4.0)))
     exchange.write_parameters()
@@ -139,7 +138,7 @@ def test_a_site_goes_on_through_a_partition_up_to_its_limit(
         assert sum(s.inner_steps for s in mine) == mine[-1].data_cursor
         per_step = config.data.batch * config.model.seq_len
         assert sum(s.tokens for s in mine) == mine[-1].data_cursor * per_step
-        assert paris.worker._theta_digest == coordinator.state.theta_digest
+        assert paris.worker._at.theta_digest == coordinator.state.theta_digest
         proxy.close()
 
 

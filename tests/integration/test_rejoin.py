@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
         assert isinstance(first.ends(), Killed)
         newest = max(checkpoint.glob("round-*"))
         assert newest.name == "round-00000003"
-        file = max(newest.glob("*.distcp"))
+        file = max(newest.rglob("*.distcp"))
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
@@ -227,7 +227,7 @@ def test_a_new_site_begins_at_its_first_sample_with_theta_checked(tmp_path: Path
         assert min(e.round for e in opened) == 5
         mine = [s for s in stored(coordinator) if s.site == "paris"]
         assert [(s.round, s.data_cursor) for s in mine] == [(5, H), (6, 2 * H)]
-        assert paris.worker._theta_digest == coordinator.state.theta_digest
+        assert paris.worker._at.theta_digest == coordinator.state.theta_digest
 
 
 # --- away, but alive -----------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_what_the_real_worker_contributed_too_late_stays_in_its_ef(tmp_path: Pat
         cursors = [s.data_cursor for s in mine]
         assert cursors == sorted(set(cursors))
         assert cursors[0] == H * (1 + 1)
-        assert paris.worker._theta_digest in digests(coordinator).values()
+        assert paris.worker._at.theta_digest in digests(coordinator).values()
         control(coordinator.address, "drain", None)
         oslo.join()
 

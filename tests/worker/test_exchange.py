@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.contributing import contribute
 from support.runs import config_of
 from torch import nn
 
@@ -57,12 +58,6 @@ def train(model: nn.Module, seed: int) -> None:
                 p -= 0.01 * torch.randn(p.shape, generator=generator)
 
 
-def encode(exchange: Exchange, k: int) -> bytes:
-    """As a site does that waits for its exchange."""
-    exchange.capture()
-    return exchange.encode(k)
-
-
 def decoded(body: bytes, num_elements: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return codec.decode(body, num_elements).dense().numpy()
 
@@ -81,12 +76,12 @@ def test_error_feedback_over_three_rounds(model: Odd) -> None:
         train(model, round_)
         params = pack(model, layout)
         a = np.float32(BETA) * ef + (theta - params)
-        v = decoded(encode(exchange, K), layout.num_elements)
+        v = decoded(contribute(exchange, K), layout.num_elements)
         wanted = codec.encode(a, k=K, bits=2)
         np.testing.assert_array_equal(v, wanted.dense().numpy())
         exchange.settle(included=included)
         ef = a - v if included else a
-        np.testing.assert_array_equal(exchange.state().error_feedback.numpy(), ef)
+        np.testing.assert_array_equal(exchange.state(exchange.rows).error_feedback.numpy(), ef)
         update = codec.encode(a, k=K, bits=2).payload
         exchange.apply(update)
         apply_update(theta, update)
@@ -100,12 +95,12 @@ def test_what_a_refused_contribution_held_is_in_the_next_one(model: Odd) -> None
     theta = pack(model, layout)
     train(model, 0)
     first = theta - pack(model, layout)
-    encode(exchange, K)
+    contribute(exchange, K)
     exchange.settle(included=False)
     exchange.write_parameters()
     train(model, 1)
     second = theta - pack(model, layout)
-    sent = decoded(encode(exchange, K), layout.num_elements)
+    sent = decoded(contribute(exchange, K), layout.num_elements)
     np.testing.assert_array_equal(sent, np.float32(BETA) * first + second)
 
 
@@ -113,39 +108,39 @@ def test_inner_steps_made_while_the_update_was_away_are_kept(model: Odd) -> None
     """theta_r <- theta_new + (theta_r - theta_r at the exchange)."""
     exchange, layout = exchange_of(model), layout_of(model)
     train(model, 0)
-    body = encode(exchange, K)
+    body = contribute(exchange, K)
     at_exchange = pack(model, layout)
     train(model, 1)
     progress = pack(model, layout) - at_exchange
     exchange.settle(included=True)
     exchange.apply(body)
     exchange.write_parameters(keep_progress=True)
-    theta_new = exchange.state().theta.numpy()
+    theta_new = exchange.state(exchange.rows).theta.numpy()
     np.testing.assert_allclose(pack(model, layout), theta_new + progress, rtol=0, atol=1e-7)
     # ... and the next pseudo-gradient, measured from theta_new, carries them.
-    sent = decoded(encode(exchange, CHUNK), layout.num_elements)
+    sent = decoded(contribute(exchange, CHUNK), layout.num_elements)
     assert np.corrcoef(sent, -progress)[0, 1] > 0.5
 
 
 def test_a_parameter_that_is_not_finite_is_named_and_nothing_changes(model: Odd) -> None:
     exchange = exchange_of(model)
     train(model, 0)
-    encode(exchange, K)
+    contribute(exchange, K)
     exchange.settle(included=True)
-    before = exchange.state().error_feedback.clone()
+    before = exchange.state(exchange.rows).error_feedback.clone()
     with torch.no_grad():
         model.bias[4000] = float("nan")
     with pytest.raises(NonFiniteError, match="bias"):
-        encode(exchange, K)
-    assert torch.equal(exchange.state().error_feedback, before)
+        contribute(exchange, K)
+    assert torch.equal(exchange.state(exchange.rows).error_feedback, before)
 
 
 def test_a_snapshot_empties_the_error_feedback(model: Odd) -> None:
     exchange, layout = exchange_of(model), layout_of(model)
     train(model, 0)
-    encode(exchange, K)
+    contribute(exchange, K)
     exchange.settle(included=False)
-    assert exchange.state().error_feedback.count_nonzero() > 0
+    assert exchange.state(exchange.rows).error_feedback.count_nonzero() > 0
     exchange.load(pack(model, layout).tobytes(), 7)
-    assert exchange.state().error_feedback.count_nonzero() == 0
+    assert exchange.state(exchange.rows).error_feedback.count_nonzero() == 0
     assert exchange.round == 7

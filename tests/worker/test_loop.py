@@ -101,7 +101,7 @@ def test_a_whole_run_of_one_rank(tmp_path: Path, corpus: Path) -> None:
         worker.run()
         state = coordinator.state
         assert (state.round, state.phase, state.sites["paris"].status) == (3, "finished", "left")
-        assert worker._theta_digest == state.theta_digest
+        assert worker._at.theta_digest == state.theta_digest
         assert worker._trainer.data_cursor == 6
 
 
@@ -128,7 +128,7 @@ def test_a_snapshot_that_is_gone_is_asked_for_anew(tmp_path: Path, corpus: Path)
         enter(worker)
         gone = pb.WaitRoundResponse(directive=pb.DIRECTIVE_RESYNC, snapshot_round=77)
         worker._rounds(gone)
-        assert worker._theta_digest == coordinator.state.theta_digest
+        assert worker._at.theta_digest == coordinator.state.theta_digest
 
 
 def test_a_snapshot_with_another_digest_ends_the_site_with_words(
@@ -150,5 +150,5 @@ def test_theta_that_went_astray_is_repaired_from_the_snapshot(tmp_path: Path, co
         worker._report_theta("")
         worker._rounds(worker._next_directive())
         eventually(lambda: coordinator.state.phase == "finished", "the run is finished")
-        assert worker._theta_digest == coordinator.state.theta_digest
+        assert worker._at.theta_digest == coordinator.state.theta_digest
         assert coordinator.metric("loco_digest_mismatches_total", site="paris") == 1

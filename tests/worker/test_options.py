@@ -13,7 +13,7 @@ import typer
 
 from loco.cli import run
 from worker.__main__ import app
-from worker.options import Options
+from worker.options import Elastic, Options
 
 MINIMAL = Options(
     coordinator="example.org:29400",
@@ -40,9 +40,24 @@ FULL = Options(
     link_mbit=62.5,
     bundle=Path("my certs/oslo-2.pem"),
     insecure=True,
+    elastic=Elastic(
+        lighthouse=None,
+        local_ranks=4,
+        first_rank=8,
+        site_ranks=16,
+        interface="10.0.0.2",
+        rank_timeout_seconds=2.5,
+        heal_seconds=90.0,
+        shard_backup=True,
+        max_restarts=3,
+    ),
 )
 # Names of the command line where they differ from those of the field.
-FLAGS = {"patience_seconds": "patience"}
+FLAGS = {
+    "patience_seconds": "patience",
+    "local_ranks": "ranks",
+    "rank_timeout_seconds": "rank_timeout",
+}
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
@@ -52,15 +67,22 @@ def parsed(arguments: list[str]) -> dict[str, object]:
 @pytest.mark.parametrize("options", [MINIMAL, FULL], ids=["minimal", "full"])
 def test_the_arguments_of_options_are_parsed_back_to_them(options: Options) -> None:
     params = parsed(options.arguments())
-    for field in fields(Options):
-        assert params[FLAGS.get(field.name, field.name)] == getattr(options, field.name), field.name
-    assert params["ranks"] is None, "a rank must not start ranks of its own"
+    said = {field.name: getattr(options, field.name) for field in fields(Options)}
+    elastic = said.pop("elastic")
+    assert params["fault_tolerance"] == ("torchft" if elastic else "none")
+    if elastic is None:
+        assert params["ranks"] is None, "a rank must not start ranks of its own"
+    else:
+        said |= {field.name: getattr(elastic, field.name) for field in fields(Elastic)}
+    for name, value in said.items():
+        assert params[FLAGS.get(name, name)] == value, name
 
 
 def test_every_flag_reaches_the_ranks() -> None:
     """A flag that is new in the command line and not in Options would be lost with --ranks 2."""
-    known = {FLAGS.get(field.name, field.name) for field in fields(Options)}
-    assert set(parsed(MINIMAL.arguments())) - {"ranks"} == known
+    names = {field.name for kind in (Options, Elastic) for field in fields(kind)}
+    known = {FLAGS.get(name, name) for name in names - {"elastic"}}
+    assert set(parsed(MINIMAL.arguments())) - {"fault_tolerance"} == known
 
 
 @pytest.mark.parametrize(

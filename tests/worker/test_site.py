@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from support.contributing import contribute
 from support.runs import config_of
 from torch import nn
 
@@ -47,7 +48,7 @@ def exchange_a_round(site: Site, update: bytes | None) -> tuple[str, bytes, byte
     digest = exchange.digest()
     with torch.no_grad():
         model.a -= 0.25
-    body = exchange.encode(16)
+    body = contribute(exchange, 16)
     exchange.settle(included=True)
     exchange.apply(body if update is None else update)
     exchange.write_parameters()

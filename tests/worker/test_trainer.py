@@ -79,7 +79,7 @@ def test_the_trace_of_a_site_that_comes_back_is_that_of_one_that_stayed(corpus: 
     stayed = trainer(corpus, lr=0.2)
     for first in (0, 4):
         stayed.train(4, plan(first, 4, 12))
-        stayed.exchanged()
+        stayed.start_count()
     came_back = trainer(corpus, lr=0.2)
     came_back.train(4, plan(0, 4, 12))
     parameters = {k: v.clone() for k, v in came_back.model.state_dict().items()}
@@ -97,14 +97,14 @@ def test_a_loss_that_is_not_finite_names_site_and_remedy(corpus: Path) -> None:
         wild.model.norm.weight[0] = float("inf")
     wild.train(2, plan(0, 2, 10))
     with pytest.raises(NonFiniteError, match=r"site 'paris'.*Lower inner\.lr") as caught:
-        wild.exchanged()
+        wild.measure()
     assert caught.value.exit_code == 5
 
 
 def test_dropped_steps_give_their_data_back(corpus: Path) -> None:
     some = trainer(corpus, lr=0.1)
     some.train(3, plan(0, 3, 10))
-    some.exchanged()
+    some.start_count()
     some.train(2, plan(3, 2, 10))
     some.drop_local_steps()
     assert (some.data_cursor, some.local_steps) == (3, 0)

@@ -1,0 +1,82 @@
+"""Ranks that die, sleep and come back, as real processes around real training (gloo).
+
+Compared with: static groups that had each membership without accidents, in every bit; else with
+what must hold: no step twice, none left out, one hash a step on all ranks, bounded time.
+
+    pytest tests/worker/elastic/test_members.py
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.members import RANK_TIMEOUT, Members, plan_of
+from support.runs import config_of
+from support.static import static_hashes
+
+from loco.config import Config
+
+pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DENSE = {"optimizer": "adamw"}
+SCAPE = {"sync": "scape", "density": 0.2}
+PAPER = {**SCAPE, "second_moment": "momentum", "delay": 1, "refresh": 2}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCO_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("sphinx of black quartz, judge my vow. " * 300)
+    return path
+
+
+def config(batch: int = 6, **inner: Any) -> Config:
+    small = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32}
+    return config_of(
+        model={**small, "seq_len": 16},
+        data={"batch": batch},
+        inner={"lr": 0.01, "warmup_steps": 3, **inner},
+        eval={"sequences": 4},
+    )
+
+
+@pytest.mark.parametrize(
+    ("inner", "backup"),
+    [(DENSE, False), (SCAPE, True), (PAPER, True)],
+    ids=["dense", "scape", "paper"],
+)
+def test_killed_at_random_and_back_every_bit_is_that_of_calm_runs(
+    tmp_path: Path, corpus: Path, inner: dict[str, Any], backup: bool
+) -> None:
+    """3 -> 2 by SIGKILL -> 3 by its successor; the others go on within time-out + 1 s."""
+    steps = 250
+    plan = plan_of(
+        tmp_path / "site", config(**inner), corpus=corpus, steps=steps, ranks=3,
+        shard_backup=backup, step_seconds=0.05,
+    )  # fmt: skip
+    moment = random.Random(0).uniform(0.0, 0.1)
+    with Members(tmp_path / "site", plan) as site:
+        site.prepare(0, 1, 2)
+        site.let_in(0, 1, 2)
+        site.prepare(1)
+        site.reach(10, 0, 1, 2)
+        time.sleep(moment)
+        killed = site.kill(1)
+        resumed = site.reach(10, 0, 2, seconds=RANK_TIMEOUT + 5.0)
+        assert resumed.at - killed < RANK_TIMEOUT + 1.0
+        site.let_in(1)
+        site.reach(10, 0, 2, 1)
+        site.finish()
+        committed = site.check(steps)
+        phases = site.phases()
+    assert [members for members, _ in phases] == [[0, 1, 2], [0, 2], [0, 2, 1]], phases
+    assert all(step.lost == 0 for step in committed.values())
+    sizes = [(len(members), count) for members, count in phases]
+    expected = static_hashes(tmp_path, Config.model_validate(plan.config), corpus, sizes, steps)
+    assert [committed[cursor].hash for cursor in range(1, steps + 1)] == expected

@@ -1,0 +1,465 @@
+"""One member's life: the site whose ranks are asked anew for every step.
+
+    begin        who is there? as before: go on; else MembersChanged, and the worker calls `meet`
+    transition   all have staged a change: vote, then each commits it
+    meet         agree with the others on state and order, take what is missing, form a group
+
+On loss of a member everything that was staged and not committed is void and done again by those who
+are left, with the same samples. A member that comes back takes part only when the digest of its
+whole state is that of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from loco.errors import LocoError
+from loco.inner.base import InnerOptimizer
+from loco.inner.moving import Held
+from worker.elastic.group import ElasticGroup
+from worker.elastic.host import (
+    MEET_SECONDS,
+    Host,
+    Rules,
+    Verdict,
+    answers,
+    dial,
+    listens,
+    raise_alarm,
+)
+from worker.elastic.meeting import Hello, Plan, Standing
+from worker.elastic.quorum import Lighthouse, Member, Quorum
+from worker.elastic.watch import Watch
+from worker.elastic.wire import WireError, receive_frame, send_frame
+from worker.site import MembersChanged, Site
+
+log = logging.getLogger("loco.worker")
+
+AGAIN_SECONDS = 0.1
+SAY_SECONDS = 5.0
+END_SECONDS = 2.0  # ranks that are interrupted together are gone by then
+
+
+class Replica(Protocol):
+    """What a member trains, as its site sees it; `worker.elastic.replica` has the real one."""
+
+    def give(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """Everything that all ranks have alike, as JSON and tensors, shared."""
+
+    def digest(self) -> str:
+        """Digest of what `give` gives."""
+
+    def take(self, connection: socket.socket, header: dict[str, Any]) -> int:
+        """Receive what another member gives, and check it; the number of bytes."""
+
+    @property
+    def optimizer(self) -> InnerOptimizer:
+        """Holds what ranks do not have alike."""
+
+    def divided(self) -> None:
+        """The site's rank or number of ranks is another now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What became of the membership so far; seconds and bytes are sums."""
+
+    members: int = 0
+    changes: int = 0
+    quorum_seconds: float = 0.0
+    quorums: int = 0
+    failed_commits: int = 0
+    healed_bytes: int = 0
+    lost_fraction: float = 0.0
+    """Of the shards that existed when members last changed."""
+
+
+class ElasticSite(Site):
+    """This member's view of its site."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        lighthouse: str,
+        *,
+        slot: int,
+        rules: Rules,
+        interface: str,
+        rank_timeout_seconds: float,
+        patience_seconds: float,
+        shard_backup: bool,
+    ) -> None:
+        super().__init__(device, ElasticGroup(None, name="", rank=0))
+        self._rules = rules
+        self._rank_timeout_seconds = rank_timeout_seconds
+        self._shard_backup = shard_backup
+        self._host = Host(interface, rules)
+        self._host.on_alarm = self._alarmed
+        self._store = TCPStore(interface, 0, is_master=True, wait_for_workers=False)
+        self._store_address = f"{interface}:{self._store.port}"
+        self.me = Member.new(slot, self._host.address)
+        self._lighthouse = Lighthouse(lighthouse, self.me, patience_seconds=patience_seconds)
+        self._members: tuple[Member, ...] = ()
+        self._quorum: Quorum | None = None
+        """The last answer of the lighthouse; a meeting of it made the group."""
+        self._news: Quorum | None = None
+        """An answer that nobody has acted on yet."""
+        self._standing: Standing | None = None
+        self._staged: tuple[Callable[[], None], Standing | None, _Backup | None] | None = None
+        self._backup: _Backup | None = None
+        self._watch: Watch | None = None
+        self.stats = Stats()
+
+    @property
+    def num_shards(self) -> int:
+        """Parts of the site's contributions, however many members upload them."""
+        return self._rules.target_size
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Of the group, in order of rank."""
+        return self._members
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this member has anything that others could go on from."""
+        return self._standing is not None
+
+    # --- every step -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins: MembersChanged if its members are others than those of the last one."""
+        group = self._elastic_group
+        if group.lost:
+            raise MembersChanged(group.lost)
+        quorum = self._ask(anew=False)
+        if quorum != self._quorum:
+            self._news = quorum
+            raise MembersChanged(f"{len(quorum.members)} ranks are here")
+
+    def transition(self, apply: Callable[[], None]) -> None:
+        """All members have staged `apply`: they vote, then each commits it.
+
+        On failure of the vote it raises MembersChanged, and the next meeting decides whether
+        `apply` happens; it must need no other member.
+        """
+        group = self._elastic_group
+        self._vote_and_commit(group, apply, self._backup, self._next_standing(group))
+
+    def commit_step(
+        self, optimizer: InnerOptimizer, staged: Any, count: Callable[[], None]
+    ) -> None:
+        """As `transition`, of a staged inner step; shards are backed up before the vote."""
+        group = self._elastic_group
+        staged = optimizer.settle(staged)
+        backup = None
+        if self._shard_backup and group.size > 1:
+            backup = self._back_up(group, optimizer.held_after(staged))
+
+        def apply() -> None:
+            optimizer.commit(staged)
+            count()
+
+        self._vote_and_commit(group, apply, backup, self._next_standing(group))
+
+    def _next_standing(self, group: ElasticGroup) -> Standing:
+        version = -1 if self._standing is None else self._standing.version
+        return Standing(
+            version=version + 1,
+            label=group.name,
+            rank=group.rank,
+            size=group.size,
+            backup_of=-1,
+        )
+
+    def _vote_and_commit(
+        self,
+        group: ElasticGroup,
+        apply: Callable[[], None],
+        backup: _Backup | None,
+        standing: Standing | None,
+    ) -> None:
+        if backup is not None and standing is not None:
+            standing = replace(standing, backup_of=backup.rank)
+        self._staged = (apply, standing, backup)
+        votes = torch.ones(1, device=self.device)
+        group.all_reduce_sum(votes)
+        if float(votes) != group.size:
+            raise MembersChanged(f"{float(votes):g} of {group.size} members voted")
+        self._commit()
+
+    def _commit(self) -> None:
+        assert self._staged is not None
+        apply, standing, backup = self._staged
+        apply()
+        self._staged, self._standing, self._backup = None, standing, backup
+
+    def _back_up(self, group: ElasticGroup, held: Held | None) -> _Backup | None:
+        """Give what this rank alone holds to the next one; what came from the one before."""
+        if held is None or not self._shard_backup or group.size == 1:
+            return None
+        before = (group.rank - 1) % group.size
+        length = torch.tensor([held.owner.numel()], device=self.device)
+        lengths = group.all_gather(length).wait().view(-1)
+        residual = group.shift(held.residual, held.residual.numel())
+        return _Backup(before, Held(residual, group.shift(held.owner, int(lengths[before]))))
+
+    def fetch(self, span: range, fetch: Callable[[range], bytes]) -> bytes:
+        """Each member fetches its part over the wide-area link, and all get the whole."""
+        first, size, ranks = span.start, len(span), self.num_ranks
+        part = range(first + self.rank * size // ranks, first + (self.rank + 1) * size // ranks)
+        return b"".join(self.gather_bytes(self.together(lambda: fetch(part))))
+
+    # --- other members --------------------------------------------------------------------------
+
+    def meet(self, replica: Replica) -> None:
+        """Go on with those who are there; blocks until a group has formed and all vote for it.
+
+        Raises:
+            LocoError: this member must not go on: it was too slow, or its state was not that of
+                the others.
+            UnreachableError: the lighthouse did not answer for too long.
+        """
+        started = said = time.monotonic()
+        anew = self._leave_group()
+        while True:
+            quorum, self._news = self._news or self._ask(anew=anew), None
+            try:
+                self._attend(self._with_the_living(quorum), replica, time.monotonic() - started)
+            except (MembersChanged, OSError, WireError) as why:
+                anew = True
+                if time.monotonic() - said > SAY_SECONDS:
+                    said = time.monotonic()
+                    log.info("no group for %.0f s: %s", said - started, why)
+                time.sleep(AGAIN_SECONDS)
+            else:
+                return
+
+    def _leave_group(self) -> bool:
+        """Drop the group; whether it was broken, which the others learn here."""
+        group = self._elastic_group
+        why = group.lost
+        if self._watch is not None:
+            self._watch.stop()
+        if why:
+            log.warning("the group of %d ranks is broken: %s", group.size, why)
+            self._tell_others(group, why)
+        group.drop()
+        return bool(why)
+
+    def _ask(self, *, anew: bool) -> Quorum:
+        started = time.monotonic()
+        version = -1 if self._standing is None else self._standing.version
+        quorum = self._lighthouse.ask(version, anew=anew)
+        self.stats = replace(
+            self.stats,
+            quorums=self.stats.quorums + 1,
+            quorum_seconds=self.stats.quorum_seconds + time.monotonic() - started,
+        )
+        return quorum
+
+    def _with_the_living(self, quorum: Quorum) -> Quorum:
+        """A lighthouse that has just started may leave out who lives: then it is asked again."""
+        until = time.monotonic() + 2 * self._rank_timeout_seconds
+        while time.monotonic() < until:
+            left_out = [m for m in self._members if m not in quorum.members]
+            if not any(answers(member, 1.0) for member in left_out):
+                break
+            log.info("a quorum leaves out %s, who lives: asking again", left_out[0])
+            quorum = self._ask(anew=False)
+        return quorum
+
+    def _attend(self, quorum: Quorum, replica: Replica, waiting_seconds: float) -> None:
+        """One meeting, from Hello to the vote for the new group."""
+        try:
+            with dial(quorum.members[0], 2 * MEET_SECONDS) as host:
+                send_frame(host, self._hello(quorum, waiting_seconds))
+                answer = receive_frame(host)
+                if "plan" not in answer:
+                    raise MembersChanged(answer["verdict"]["again"])
+                plan = TypeAdapter(Plan).validate_python(answer["plan"])
+                send_frame(host, self._carry_out(plan, replica))
+                host.settimeout(self._rules.heal_seconds + 2 * MEET_SECONDS)
+                verdict = TypeAdapter(Verdict).validate_python(receive_frame(host)["verdict"])
+        finally:
+            self._host.source = None
+        self._check(verdict)
+        self._form(plan, [Member.of(id_) for id_ in verdict.order], replica)
+        self._quorum = quorum
+
+    def _hello(self, quorum: Quorum, waiting_seconds: float) -> dict[str, Any]:
+        hello = Hello(
+            id=self.me.id,
+            store=self._store_address,
+            now=self._standing,
+            staged=None if self._staged is None else self._staged[1],
+            waiting_seconds=waiting_seconds,
+        )
+        ids = [member.id for member in quorum.members]
+        return {"kind": "hello", "number": quorum.number, "members": ids, "hello": asdict(hello)}
+
+    def _carry_out(self, plan: Plan, replica: Replica) -> dict[str, str]:
+        """Do what the plan asks of this member; the digest of its state, or why it failed."""
+        if self.me.id in plan.finish:
+            self._commit()
+        elif self._staged is not None:
+            self._staged = None
+            self.stats = replace(self.stats, failed_commits=self.stats.failed_commits + 1)
+        try:
+            if self.me.id in plan.heal:
+                self._heal(Member.of(plan.heal[self.me.id]), replica)
+        except (OSError, LocoError) as error:
+            log.warning("the state of the site did not come: %s", error)
+            return {"digest": "", "failure": str(error)}
+        if self._standing is None:
+            return {"digest": "", "failure": ""}
+        standing = self._standing
+        self._host.source = lambda: _with_standing(standing, *replica.give())
+        return {"digest": f"{standing.version} {replica.digest()}", "failure": ""}
+
+    def _heal(self, source: Member, replica: Replica) -> None:
+        """Take the state of another member; until all of it is right this one has none."""
+        self._standing = self._backup = None
+        until = time.monotonic() + self._rules.heal_seconds
+        with dial(source, self._rules.heal_seconds) as connection:
+            send_frame(connection, {"kind": "state"})
+            header = receive_frame(connection)
+            while "refused" in header and time.monotonic() < until:  # it is just settling
+                time.sleep(AGAIN_SECONDS)
+                send_frame(connection, {"kind": "state"})
+                header = receive_frame(connection)
+            if "refused" in header:
+                raise WireError(header["refused"])
+            healed = replica.take(connection, header["replica"])
+        standing = TypeAdapter(Standing).validate_python(header["standing"])
+        self._standing = replace(standing, rank=-1, backup_of=-1)
+        self.stats = replace(self.stats, healed_bytes=self.stats.healed_bytes + healed)
+        log.info("took the state of %s: %.1f MB, every digest right", source, healed / 1e6)
+
+    def _check(self, verdict: Verdict) -> None:
+        if self.me.id in verdict.out:
+            raise LocoError(
+                f"the state of this rank is not that of the others ({verdict.again}); it ends "
+                "here, and a new process takes their state: check the memory of this machine"
+            )
+        if verdict.again:
+            raise MembersChanged(verdict.again)
+        if self.me.id not in verdict.order:
+            raise LocoError(
+                "this rank did not have the state of the others in time (see the line before); "
+                "the site goes on without it. Give --heal-seconds more if the network is slow"
+            )
+
+    def _form(self, plan: Plan, members: list[Member], replica: Replica) -> None:
+        """Connect, move the shards to their new ranks, and vote."""
+        rank, size = members.index(self.me), len(members)
+        group = ElasticGroup.form(
+            self.device, name=plan.name, store=plan.store, rank=rank, size=size
+        )
+        group.bytes_sent = self.group.bytes_sent
+        optimizer = replica.optimizer
+        try:
+            moved = optimizer.move(group, plan.change, self._held(optimizer))
+            backup = self._back_up(group, optimizer.held_in(moved))
+            standing = self._next_standing(group)
+
+            divides = optimizer.held() is not None and not plan.begins
+            lost = plan.change.lost_fraction if divides else 0.0
+
+            def adopt() -> None:
+                self._adopt(group, tuple(members), lost)
+                optimizer.regroup(group, moved)
+                replica.divided()
+
+            self._vote_and_commit(group, adopt, backup, None if plan.begins else standing)
+        except MembersChanged:
+            group.drop()
+            raise
+
+    def _held(self, optimizer: InnerOptimizer) -> dict[int, Held]:
+        held = {}
+        own = optimizer.held()
+        if own is not None and self._standing is not None and self._standing.rank >= 0:
+            held[self._standing.rank] = own
+        if self._backup is not None:
+            held[self._backup.rank] = self._backup.held
+        return held
+
+    def _adopt(self, group: ElasticGroup, members: tuple[Member, ...], lost: float) -> None:
+        self.group, self.rank, self.num_ranks = group, group.rank, group.size
+        self._members = members
+        self.stats = replace(
+            self.stats, members=group.size, changes=self.stats.changes + 1, lost_fraction=lost
+        )
+        if group.size > 1:
+            following = members[(group.rank + 1) % group.size]
+            self._watch = Watch(
+                following, self._rank_timeout_seconds, lambda why: self._tell_others(group, why)
+            )
+        log.info(
+            "going on as rank %d of %s%s",
+            group.rank,
+            ", ".join(str(member.slot) for member in members),
+            f"; {lost:.0%} of the shards are lost and count as zero" if lost else "",
+        )
+
+    def _tell_others(self, group: ElasticGroup, why: str) -> None:
+        """This group is broken: end the wait of all its members."""
+        told = group.told
+        group.give_up(why)
+        if not told:
+            raise_alarm([m for m in self._members if m != self.me], group.name, why)
+
+    def _alarmed(self, name: str, why: str) -> None:
+        group = self._elastic_group
+        if name == group.name:
+            group.told = True
+            group.give_up(why)
+
+    @property
+    def _elastic_group(self) -> ElasticGroup:
+        assert isinstance(self.group, ElasticGroup)
+        return self.group
+
+    def speaks_last(self) -> bool:
+        """Whether the site ends with this member: the others, if there were any, end as well."""
+        until = time.monotonic() + END_SECONDS
+        others = [member for member in self._members if member != self.me]
+        while others and time.monotonic() < until:
+            time.sleep(AGAIN_SECONDS)
+            others = [member for member in others if listens(member)]
+        return self.leads and not others
+
+    def close(self) -> None:
+        """Leave the others; they go on without waiting for a time-out."""
+        if self._watch is not None:
+            self._watch.stop()
+        dropping = self._elastic_group.drop()
+        self._lighthouse.close()
+        self._host.close()
+        if dropping is not None:  # a thread of gloo that is cut off by exit() would abort
+            dropping.join(END_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Backup:
+    """What the rank before holds, as of the last commit."""
+
+    rank: int
+    held: Held
+
+
+def _with_standing(
+    standing: Standing, replica: dict[str, Any], tensors: list[Tensor]
+) -> tuple[dict[str, Any], list[Tensor]]:
+    return {"standing": asdict(standing), "replica": replica}, tensors
