@@ -109,6 +109,7 @@ def main(folder: Path, slot: int, gate: Path) -> None:
     replica = WorkerReplica(trainer, exchange, Progress(), session, Pulse())
     with (folder / f"rank-{slot}.jsonl").open("a") as lines:
         _train(plan, site, trainer, replica, lines)
+    torch.save(trainer.model.state_dict(), folder / f"parameters-{slot}")
     site.close()
 
 
@@ -237,6 +238,11 @@ class Members:
             with contextlib.suppress(json.JSONDecodeError):
                 found.append(Step(**json.loads(line)))
         return found
+
+    def parameters(self, slot: int) -> dict[str, torch.Tensor]:
+        """What a rank had at the end."""
+        state: dict[str, torch.Tensor] = torch.load(self.folder / f"parameters-{slot}")
+        return state
 
     def all_steps(self) -> list[Step]:
         return [step for slot in range(self.plan.ranks) for step in self.steps(slot)]

@@ -81,14 +81,15 @@ class _Supervisor:
         """Start again what died; the exit code once the site is over here."""
         self._keep_lighthouse()
         codes = [rank.process.poll() for rank in self._ranks]
+        finished = EXIT_DONE in codes  # then the run is, and nobody needs to come back
         for rank, code in zip(self._ranks, codes, strict=True):
-            if code is None or code == EXIT_DONE:
+            if code is None or finished:
                 continue
             if EXIT_FAILED < code <= EXIT_INTERRUPTED and code != EXIT_UNREACHABLE:
                 return code
             if not self._start_again(rank, code):
                 return EXIT_FAILED if code < 0 else code
-        return EXIT_DONE if all(code == EXIT_DONE for code in codes) else None
+        return EXIT_DONE if finished and None not in codes else None
 
     def _start_again(self, rank: _Rank, code: int) -> bool:
         """Whether the rank may come back; it does when its pause is over."""
