@@ -375,6 +375,8 @@ class Monitor:
     def _export(self, site: str, told: Told, beat: pb.HeartbeatRequest) -> None:
         sites = self.metrics.sites
         sites.round.labels(site).set(told.round)
+        sites.members.labels(site).set(told.members)
+        sites.shard_lost_fraction.labels(site).set(beat.membership.lost_fraction)
         if told.train_bits_per_byte is not None:
             sites.train_bits_per_byte.labels(site).set(told.train_bits_per_byte)
         for phase, seconds in told.phase_seconds.items():
@@ -383,6 +385,11 @@ class Monitor:
             (sites.retries, "retries", beat.totals.retries),
             (sites.resumed_bytes, "resumed_bytes", beat.totals.resumed_bytes),
             (sites.in_site_bytes, "in_site_bytes", beat.totals.in_site_bytes),
+            (sites.member_changes, "member_changes", beat.membership.changes),
+            (sites.quorums, "quorums", beat.membership.quorums),
+            (sites.quorum_seconds, "quorum_seconds", beat.membership.quorum_seconds),
+            (sites.failed_commits, "failed_commits", beat.membership.failed_commits),
+            (sites.healed_bytes, "healed_bytes", beat.membership.healed_bytes),
             (sites.skipped_steps, "skipped_steps", beat.totals.skipped_steps),
             (sites.inner_steps, "inner_steps", told.inner_steps),
             (sites.non_finite, "non_finite", beat.non_finite),

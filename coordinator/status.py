@@ -95,6 +95,8 @@ def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, An
         "status": site.status,
         "incarnation": site.incarnation,
         "ranks": site.num_ranks,
+        "members": told.members,
+        "member_changes": told.member_changes,
         "phase": told.phase,
         "round": told.round,
         "theta_digest": told.theta_digest,

@@ -38,6 +38,9 @@ class Told:
     theta_digest: str = ""
     train_bits_per_byte: float | None = None
     in_site_bytes: int = 0
+    members: int = 0
+    """Ranks that make inner steps now; 0: they cannot come and go."""
+    member_changes: int = 0
     ef_norm: float | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_TIMELINE_SPANS))
@@ -56,6 +59,8 @@ class Told:
         if beat.HasField("train_bits_per_byte"):
             self.train_bits_per_byte = beat.train_bits_per_byte
         self.in_site_bytes = beat.totals.in_site_bytes
+        self.members = beat.membership.members
+        self.member_changes = beat.membership.changes
         if beat.reports:
             self.ef_norm = beat.reports[-1].ef_norm
 

@@ -284,6 +284,33 @@ class SiteMetrics:
             "When the certificate ends with which the site last sent a heartbeat.",
             "site",
         )
+        self.members = gauge(
+            "loco_site_members",
+            "Ranks that make the site's inner steps now; 0 where they cannot come and go.",
+            "site",
+        )
+        self.member_changes = counter(
+            "loco_member_changes_total", "Times that the site's members were others.", "site"
+        )
+        self.quorums = counter(
+            "loco_quorums_total", "Times that the site asked who its members are.", "site"
+        )
+        self.quorum_seconds = counter(
+            "loco_quorum_seconds_total", "Seconds that it waited for the answers.", "site"
+        )
+        self.failed_commits = counter(
+            "loco_failed_commits_total",
+            "Steps and other changes of state given up because a rank was lost; they are redone.",
+            "site",
+        )
+        self.healed_bytes = counter(
+            "loco_healed_bytes_total", "Bytes of state that new ranks took from others.", "site"
+        )
+        self.shard_lost_fraction = gauge(
+            "loco_shard_lost_fraction",
+            "Share of what one rank alone held that was lost when members last changed.",
+            "site",
+        )
         self.in_site_bytes = counter(
             "loco_in_site_bytes_total",
             "Bytes that ranks handed to collectives in the site.",

@@ -158,7 +158,7 @@ def _sites(status: Status, *, wide: bool) -> Table:
             "down": human_bytes(site["bytes_down"]),
             "up, rate": _known(site["goodput_up"], _rate),
             "down, rate": _known(site["goodput_down"], _rate),
-            "ranks": str(site["ranks"]),
+            "ranks": _ranks(site),
         }
         table.add_row(
             site["name"],
@@ -168,6 +168,11 @@ def _sites(status: Status, *, wide: bool) -> Table:
             *(cells[heading] for heading in numbers),
         )
     return table
+
+
+def _ranks(site: dict[str, Any]) -> str:
+    """`2/3`: so many of the ranks that the site joined with are there."""
+    return f"{site['members']}/{site['ranks']}" if site["members"] else str(site["ranks"])
 
 
 def _known(value: float | None, form: Callable[[float], str]) -> str:

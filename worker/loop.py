@@ -64,6 +64,8 @@ class Worker(Entry):
             except MembersChanged as change:
                 log.info("the members of the site change: %s", change)
                 self._site.meet(replica)
+                with self._pulse.edit() as beat:
+                    beat.membership.CopyFrom(self._site.membership())
                 self._lead()
 
     def _rounds(self, directive: pb.WaitRoundResponse) -> None:
@@ -211,6 +213,7 @@ class Worker(Entry):
             beat.totals.retries = int(retries)
             beat.totals.resumed_bytes = int(resumed_bytes)
             beat.totals.in_site_bytes = int(in_site_bytes)
+            beat.membership.CopyFrom(self._site.membership())
 
     def _push(self, contribution: Contribution) -> None:
         """Upload the shards that fall to this rank: its own, or its part of all."""

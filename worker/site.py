@@ -22,6 +22,7 @@ from loco.errors import ConfigError, LocoError, RefusedError
 from loco.inner.base import InnerOptimizer
 from loco.inner.groups import Group
 from loco.layout import CHUNK, Layout
+from loco.wire.v1 import coordinator_pb2 as pb
 
 T = TypeVar("T")
 
@@ -77,6 +78,10 @@ class Site:
     def has_state(self) -> bool:
         """Whether the site has something to go on from; a static one never comes back to this."""
         return False
+
+    def membership(self) -> pb.Membership:
+        """What became of the members so far; nothing in a static group."""
+        return pb.Membership()
 
     def begin(self) -> None:
         """A step begins; its members must be those of the last one."""

@@ -8,7 +8,13 @@ PHASE = "loco_site_phase_seconds_total"
 
 def sites() -> dashboard.Dashboard:
     made = board("loco-sites", "loco / Sites", __doc__ or "", site=True)
-    return filled(made, ("Now", _now()), ("How fast", _speed()), ("How well", _learning()))
+    return filled(
+        made,
+        ("Now", _now()),
+        ("How fast", _speed()),
+        ("How well", _learning()),
+        ("Ranks that come and go", _members()),
+    )
 
 
 def _now() -> list[Panel]:
@@ -119,5 +125,50 @@ def _learning() -> list[Panel]:
                 ),
             ),
             unit="none",
+        ),
+    ]
+
+
+def _members() -> list[Panel]:
+    """Of sites that run with --fault-tolerance torchft; docs/torchft.md."""
+    return [
+        lines(
+            "Members",
+            "Ranks that make inner steps; 0 where they cannot come and go.",
+            ((f"loco_site_members{{{SITES}}}", "{{site}}"),),
+            unit="none",
+        ),
+        lines(
+            "Accidents",
+            "In the last hour: changes of members, and steps given up and made again.",
+            (
+                (f"increase(loco_member_changes_total{{{SITES}}}[1h])", "{{site}} changes"),
+                (f"increase(loco_failed_commits_total{{{SITES}}}[1h])", "{{site}} given up"),
+            ),
+            unit="none",
+        ),
+        lines(
+            "A quorum",
+            "Mean time of the question who is there, which every step asks.",
+            (
+                (
+                    f"rate(loco_quorum_seconds_total{{{SITES}}}[{RATE}])"
+                    f" / rate(loco_quorums_total{{{SITES}}}[{RATE}])",
+                    "{{site}}",
+                ),
+            ),
+            unit="s",
+        ),
+        lines(
+            "Healed",
+            "Bytes a second of state that new ranks take from others.",
+            ((f"rate(loco_healed_bytes_total{{{SITES}}}[{RATE}])", "{{site}}"),),
+            unit="Bps",
+        ),
+        lines(
+            "Lost",
+            "Share of what one rank alone held that was lost when members last changed.",
+            ((f"loco_shard_lost_fraction{{{SITES}}}", "{{site}}"),),
+            unit="percentunit",
         ),
     ]

@@ -133,7 +133,7 @@ def _train(plan: Plan, site: ElasticSite, trainer: Trainer, replica: Any, lines:
             members=[member.slot for member in site.members],
             hash=digest_of(list(trainer.model.parameters())),
             at=time.monotonic(),
-            lost=site.stats.lost_fraction,
+            lost=site.membership().lost_fraction,
         )
         lines.write(json.dumps(asdict(step)) + "\n")
         lines.flush()

@@ -58,6 +58,8 @@ class Verdict:
     """Why all meet again; empty: `order` goes on."""
     order: tuple[str, ...] = ()
     """Ids of those who go on, in order of rank; who is not among them is left out."""
+    healed_bytes: int = 0
+    """What new members took."""
     out: tuple[str, ...] = ()
     """With `again`: members whose state is not that of the others; they must not come back."""
 
@@ -70,6 +72,7 @@ class _Meeting:
         self._rules = rules
         self._hellos: dict[str, Hello] = {}
         self._ready: dict[str, str] = {}
+        self._healed_bytes = 0
         self._failed: dict[str, str] = {}
         self._plan: Plan | None = None
         self._verdict: Verdict | None = None
@@ -114,7 +117,7 @@ class _Meeting:
         else:
             self._plan = plan
 
-    def ready(self, id_: str, digest: str, failure: str) -> Verdict:
+    def ready(self, id_: str, digest: str, failure: str, healed_bytes: int) -> Verdict:
         """A member has carried out the plan, or failed to; blocks until all have said so."""
         assert self._plan is not None
         until = time.monotonic() + (self._rules.heal_seconds if self._plan.heal else MEET_SECONDS)
@@ -123,6 +126,7 @@ class _Meeting:
                 self._failed[id_] = failure
             else:
                 self._ready[id_] = digest
+                self._healed_bytes += healed_bytes
             self._news.notify_all()
             while self._verdict is None and not self._all_said():
                 self._news.wait(LOOK_SECONDS)
@@ -160,7 +164,8 @@ class _Meeting:
         if astray:
             names = ", ".join(str(self._members[id_]) for id_ in astray)
             return Verdict(again=f"the state of {names} is not that of the others", out=astray)
-        return Verdict(order=tuple(id_ for id_ in plan.order if self._ready.get(id_) == agreed))
+        order = tuple(id_ for id_ in plan.order if self._ready.get(id_) == agreed)
+        return Verdict(order=order, healed_bytes=self._healed_bytes)
 
 
 class Host:
@@ -223,7 +228,7 @@ class Host:
         except OSError:
             meeting.lost(hello.id)
             raise
-        verdict = meeting.ready(hello.id, said["digest"], said["failure"])
+        verdict = meeting.ready(hello.id, said["digest"], said["failure"], said["healed"])
         send_frame(peer, {"verdict": asdict(verdict)})
 
     def _meeting(self, number: int, ids: tuple[str, ...]) -> _Meeting:

@@ -26,6 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from loco.errors import LocoError
 from loco.inner.base import InnerOptimizer
 from loco.inner.moving import Held
+from loco.wire.v1 import coordinator_pb2 as pb
 from worker.elastic.group import ElasticGroup
 from worker.elastic.host import (
     MEET_SECONDS,
@@ -41,6 +42,7 @@ from worker.elastic.meeting import Hello, Plan, Standing
 from worker.elastic.quorum import Lighthouse, Member, Quorum
 from worker.elastic.watch import Watch
 from worker.elastic.wire import WireError, receive_frame, send_frame
+from worker.progress import pack, unpack
 from worker.site import MembersChanged, Site
 
 log = logging.getLogger("loco.worker")
@@ -68,20 +70,6 @@ class Replica(Protocol):
 
     def divided(self) -> None:
         """The site's rank or number of ranks is another now."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    """What became of the membership so far; seconds and bytes are sums."""
-
-    members: int = 0
-    changes: int = 0
-    quorum_seconds: float = 0.0
-    quorums: int = 0
-    failed_commits: int = 0
-    healed_bytes: int = 0
-    lost_fraction: float = 0.0
-    """Of the shards that existed when members last changed."""
 
 
 class ElasticSite(Site):
@@ -118,7 +106,7 @@ class ElasticSite(Site):
         self._staged: tuple[Callable[[], None], Standing | None, _Backup | None] | None = None
         self._backup: _Backup | None = None
         self._watch: Watch | None = None
-        self.stats = Stats()
+        self._told = pb.Membership()
 
     @property
     def num_shards(self) -> int:
@@ -129,6 +117,10 @@ class ElasticSite(Site):
     def members(self) -> tuple[Member, ...]:
         """Of the group, in order of rank."""
         return self._members
+
+    def membership(self) -> pb.Membership:
+        """What became of the members so far; about equal on all of them."""
+        return self._told
 
     @property
     def has_state(self) -> bool:
@@ -261,11 +253,8 @@ class ElasticSite(Site):
         started = time.monotonic()
         version = -1 if self._standing is None else self._standing.version
         quorum = self._lighthouse.ask(version, anew=anew)
-        self.stats = replace(
-            self.stats,
-            quorums=self.stats.quorums + 1,
-            quorum_seconds=self.stats.quorum_seconds + time.monotonic() - started,
-        )
+        self._told.quorums += 1
+        self._told.quorum_seconds += time.monotonic() - started
         return quorum
 
     def _with_the_living(self, quorum: Quorum) -> Quorum:
@@ -294,6 +283,7 @@ class ElasticSite(Site):
         finally:
             self._host.source = None
         self._check(verdict)
+        self._told.healed_bytes += verdict.healed_bytes
         self._form(plan, [Member.of(id_) for id_ in verdict.order], replica)
         self._quorum = quorum
 
@@ -308,27 +298,32 @@ class ElasticSite(Site):
         ids = [member.id for member in quorum.members]
         return {"kind": "hello", "number": quorum.number, "members": ids, "hello": asdict(hello)}
 
-    def _carry_out(self, plan: Plan, replica: Replica) -> dict[str, str]:
+    def _carry_out(self, plan: Plan, replica: Replica) -> dict[str, Any]:
         """Do what the plan asks of this member; the digest of its state, or why it failed."""
         if self.me.id in plan.finish:
             self._commit()
         elif self._staged is not None:
             self._staged = None
-            self.stats = replace(self.stats, failed_commits=self.stats.failed_commits + 1)
+            self._told.failed_commits += 1
+        healed = 0
         try:
             if self.me.id in plan.heal:
-                self._heal(Member.of(plan.heal[self.me.id]), replica)
+                healed = self._heal(Member.of(plan.heal[self.me.id]), replica)
         except (OSError, LocoError) as error:
             log.warning("the state of the site did not come: %s", error)
-            return {"digest": "", "failure": str(error)}
+            return {"digest": "", "failure": str(error), "healed": 0}
         if self._standing is None:
-            return {"digest": "", "failure": ""}
+            return {"digest": "", "failure": "", "healed": 0}
         standing = self._standing
-        self._host.source = lambda: _with_standing(standing, *replica.give())
-        return {"digest": f"{standing.version} {replica.digest()}", "failure": ""}
+        self._host.source = lambda: self._give(standing, replica)
+        return {
+            "digest": f"{standing.version} {replica.digest()}",
+            "failure": "",
+            "healed": healed,
+        }
 
-    def _heal(self, source: Member, replica: Replica) -> None:
-        """Take the state of another member; until all of it is right this one has none."""
+    def _heal(self, source: Member, replica: Replica) -> int:
+        """Take the state of another member, in bytes; until all is right this one has none."""
         self._standing = self._backup = None
         until = time.monotonic() + self._rules.heal_seconds
         with dial(source, self._rules.heal_seconds) as connection:
@@ -343,8 +338,16 @@ class ElasticSite(Site):
             healed = replica.take(connection, header["replica"])
         standing = TypeAdapter(Standing).validate_python(header["standing"])
         self._standing = replace(standing, rank=-1, backup_of=-1)
-        self.stats = replace(self.stats, healed_bytes=self.stats.healed_bytes + healed)
+        self._told.CopyFrom(unpack(pb.Membership, header["membership"]))
         log.info("took the state of %s: %.1f MB, every digest right", source, healed / 1e6)
+        return healed
+
+    def _give(self, standing: Standing, replica: Replica) -> tuple[dict[str, Any], list[Tensor]]:
+        """What a new member takes, and the place that it belongs to."""
+        header, tensors = replica.give()
+        membership = pack(self._told)
+        whole = {"standing": asdict(standing), "membership": membership, "replica": header}
+        return whole, tensors
 
     def _check(self, verdict: Verdict) -> None:
         if self.me.id in verdict.out:
@@ -398,9 +401,8 @@ class ElasticSite(Site):
     def _adopt(self, group: ElasticGroup, members: tuple[Member, ...], lost: float) -> None:
         self.group, self.rank, self.num_ranks = group, group.rank, group.size
         self._members = members
-        self.stats = replace(
-            self.stats, members=group.size, changes=self.stats.changes + 1, lost_fraction=lost
-        )
+        self._told.members, self._told.lost_fraction = group.size, lost
+        self._told.changes += 1
         if group.size > 1:
             following = members[(group.rank + 1) % group.size]
             self._watch = Watch(
@@ -457,9 +459,3 @@ class _Backup:
 
     rank: int
     held: Held
-
-
-def _with_standing(
-    standing: Standing, replica: dict[str, Any], tensors: list[Tensor]
-) -> tuple[dict[str, Any], list[Tensor]]:
-    return {"standing": asdict(standing), "replica": replica}, tensors

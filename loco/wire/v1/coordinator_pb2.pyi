@@ -678,6 +678,52 @@ class SiteTotals(_message.Message):
 Global___SiteTotals: _TypeAlias = SiteTotals  # noqa: Y015
 
 @_typing.final
+class Membership(_message.Message):
+    """Ranks of a site that come and go while it trains. Sums since the site joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    QUORUMS_FIELD_NUMBER: _builtins.int
+    QUORUM_SECONDS_FIELD_NUMBER: _builtins.int
+    FAILED_COMMITS_FIELD_NUMBER: _builtins.int
+    HEALED_BYTES_FIELD_NUMBER: _builtins.int
+    LOST_FRACTION_FIELD_NUMBER: _builtins.int
+    members: _builtins.int
+    """Ranks that make the inner steps now; 0: the site's ranks stay the same until it ends."""
+    changes: _builtins.int
+    """Times that they were others than before."""
+    quorums: _builtins.int
+    """Times that the leader asked who is there."""
+    quorum_seconds: _builtins.float
+    """Seconds that it waited for the answers."""
+    failed_commits: _builtins.int
+    """Changes of state that were prepared and given up, because a rank was lost."""
+    healed_bytes: _builtins.int
+    """Bytes of state that new ranks took from others."""
+    lost_fraction: _builtins.float
+    """Share of what one rank alone held that was lost when ranks last changed."""
+    def __init__(
+        self,
+        *,
+        members: _builtins.int = ...,
+        changes: _builtins.int = ...,
+        quorums: _builtins.int = ...,
+        quorum_seconds: _builtins.float = ...,
+        failed_commits: _builtins.int = ...,
+        healed_bytes: _builtins.int = ...,
+        lost_fraction: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "failed_commits", b"failed_commits", "healed_bytes", b"healed_bytes", "lost_fraction", b"lost_fraction", "members", b"members", "quorum_seconds", b"quorum_seconds", "quorums", b"quorums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Membership: _TypeAlias = Membership  # noqa: Y015
+
+@_typing.final
 class HeartbeatRequest(_message.Message):
     """A site's pulse."""
 
@@ -698,6 +744,7 @@ class HeartbeatRequest(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     NON_FINITE_FIELD_NUMBER: _builtins.int
+    MEMBERSHIP_FIELD_NUMBER: _builtins.int
     phase: Global___SitePhase.ValueType
     """What the site is doing."""
     inner_steps: _builtins.int
@@ -740,6 +787,10 @@ class HeartbeatRequest(_message.Message):
     def totals(self) -> Global___SiteTotals:
         """Sums over the site's ranks."""
 
+    @_builtins.property
+    def membership(self) -> Global___Membership:
+        """Ranks that come and go."""
+
     def __init__(
         self,
         *,
@@ -758,10 +809,11 @@ class HeartbeatRequest(_message.Message):
         totals: Global___SiteTotals | None = ...,
         link_bytes_per_second: _builtins.float = ...,
         non_finite: _builtins.bool = ...,
+        membership: Global___Membership | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "membership", b"membership", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluations", b"evaluations", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluations", b"evaluations", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "membership", b"membership", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__train_bits_per_byte: _TypeAlias = _typing.Literal["train_bits_per_byte"]  # noqa: Y015
     _WhichOneofArgType__train_bits_per_byte: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte"]  # noqa: Y015
