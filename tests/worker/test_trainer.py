@@ -155,7 +155,7 @@ def test_loss_is_in_bits_per_byte_whatever_a_token_stands_for(tmp_path: Path) ->
         site = Trainer(config, Site(torch.device("cpu"), Group()), "paris", train)
         site.train(4, pb.RoundPlan(inner_steps=4, total_steps=4))
         bits = math.log2(300)
-        assert site.exchanged().train_bits_per_byte == pytest.approx(bits / token_bytes, rel=0.01)
+        assert site.measure().train_bits_per_byte == pytest.approx(bits / token_bytes, rel=0.01)
         assert site.evaluate() == pytest.approx(bits / 6, rel=0.01)
 
 
