@@ -46,6 +46,7 @@ def coordinator(
     import asyncio
 
     from coordinator.addresses import check_free
+    from coordinator.files import room_in
     from coordinator.keys import Keys
     from coordinator.server import Where, check_plaintext, open_run, serve
     from loco.log import start_logging
@@ -57,7 +58,8 @@ def coordinator(
     keys = Keys(bundle) if bundle is not None else None
     where = Where(listen=listen, metrics=metrics, metrics_token=metrics_token, keys=keys)
     check_plaintext(where, insecure=insecure)
-    asyncio.run(serve(open_run(config, state), where))
+    with room_in(state):
+        asyncio.run(serve(open_run(config, state), where))
 
 
 def export(
@@ -115,9 +117,11 @@ def check(
 ) -> None:
     """Verify every file of a run against its digest, and replay the run. Exit code 1 on a fault."""
     from coordinator.check import check_state
+    from coordinator.files import room_in
     from loco.certs.authority import read_authority
 
-    verdict = check_state(directory, read_authority(authority) if authority else None)
+    with room_in(directory):  # it replays the run on a copy of theta
+        verdict = check_state(directory, read_authority(authority) if authority else None)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(verdict)))
     else:

@@ -7,7 +7,6 @@ for the run to move on waits in `changed`.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import sqlite3
 import time
@@ -33,6 +32,7 @@ from coordinator.events import (
     SnapshotRequested,
     Tick,
 )
+from coordinator.files import is_disk_full
 from coordinator.keys import Keys
 from coordinator.machine import step
 from coordinator.recovery import recover
@@ -272,10 +272,3 @@ class Engine:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def is_disk_full(error: Exception) -> bool:
-    """ENOSPC or EDQUOT, from the file system or from SQLite."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "disk is full" in str(error)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+
+from loco.errors import LocoError
 
 _SUFFIX = ".partial"
 
@@ -63,3 +68,28 @@ def rename_synced(source: Path, target: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def is_disk_full(error: Exception) -> bool:
+    """ENOSPC or EDQUOT, from the file system or from SQLite."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "disk is full" in str(error)
+
+
+def has_room(directory: Path) -> bool:
+    """Whether SQLite's smallest files fit."""
+    return shutil.disk_usage(directory).free >= 1 << 16
+
+
+@contextlib.contextmanager
+def room_in(directory: Path) -> Iterator[None]:
+    """What the block cannot write because the disk is full is a LocoError, which says so."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        if not is_disk_full(error):
+            raise
+        raise LocoError(
+            f"the disk of {directory} is full ({error}): nothing is lost, make room and start again"
+        ) from error

@@ -6,7 +6,9 @@ An event is in the journal before the state it makes is visible; replaying it is
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import xxhash
 
 from coordinator.events import DURABLE, Event
 from coordinator.failpoints import reach
+from coordinator.files import has_room
 from loco.errors import LocoError
 
 _SCHEMA = """
@@ -50,6 +53,8 @@ class Journal:
             self._db.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
             self._db.close()
+            if not has_room(path.parent):  # which SQLite calls an I/O error
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
             raise LocoError(f"the journal {path} cannot be opened: {error}") from error
 
     def append(self, event: Event, at: float) -> None:

@@ -18,10 +18,10 @@ from google.protobuf.message import Message
 
 from coordinator.admission import check_push
 from coordinator.contributions import Checked, check_contribution
-from coordinator.engine import DISK_FULL, Engine, is_disk_full
+from coordinator.engine import DISK_FULL, Engine
 from coordinator.events import Duplicate, ShardRefused, ShardStored
 from coordinator.failpoints import reach
-from coordinator.files import rename_synced
+from coordinator.files import is_disk_full, rename_synced
 from coordinator.monitor import Monitor
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from loco import codec

@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli_w
 from chaos.numpy_site import NumpySite, SiteThread
+from support.cluster import run_loco
 from support.live import Coordinator, coordinating, eventually
 from support.runs import config_of, create_store
 
 from coordinator.check import check_state
 from coordinator.events import RoundCommitted
 from coordinator.files import write_aside
+from coordinator.store import Store
 from loco.layout import Layout
 
 pytestmark = [
@@ -99,6 +102,27 @@ def test_the_run_waits_for_room_and_ends_as_with_room(
         assert digests(coordinator) == with_room
     assert check_state(disk / "state").faults == []
     assert list((disk / "state").rglob("*.partial")) == []
+
+
+def test_a_coordinator_does_not_start_on_a_full_disk_and_says_so(
+    disk: Path, tmp_path: Path, with_room: list[str]
+) -> None:
+    """One line, exit code 1; with room again the run goes on as if nothing had been."""
+    state, config = disk / "state", tmp_path / "run.toml"
+    create_store(state, CONFIG, layout=LAYOUT).close()
+    config.write_text(tomli_w.dumps(CONFIG.model_dump(mode="json", exclude_none=True)))
+    start = ("coordinator", str(config), "--state", str(state), "--listen", "127.0.0.1:0")
+    with full(disk):
+        for command in (start, ("state", "check", str(state))):
+            refused = run_loco(*command)
+            assert refused.returncode == 1, refused
+            line = refused.stderr.strip().splitlines()[-1]
+            assert f"the disk of {state} is full" in line
+            assert "make room and start again" in line
+    assert check_state(state).faults == []
+    with coordinating(Store.open(state)) as coordinator:
+        SiteThread(NumpySite(coordinator.address, "paris", LAYOUT)).join()
+        assert digests(coordinator) == with_room
 
 
 def test_what_did_not_fit_leaves_nothing_behind(disk: Path) -> None:
