@@ -76,12 +76,10 @@ def _create_in_a_process(config: Config, state: Path) -> None:
 
 
 def _create_run(config: Config, state: Path) -> None:
-    from loco.model import build_model, layout_of, pack
+    from loco.model.initial import initial_parameters
 
-    model = build_model(config.model, seed=config.run.seed)
-    layout = layout_of(model)
+    layout, theta = initial_parameters(config)
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
-    theta = pack(model, layout)
     Store.create(state, run_id=run_id, config=config, layout=layout, theta=theta).close()
 
 

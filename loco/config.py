@@ -59,7 +59,8 @@ class RunConfig(_Section):
 class ModelConfig(_Section):
     """A small Llama (`loco.model.llama`), or a model of the transformers library.
 
-    `model = "hf:PATH_OR_ID"` is short for a section with `hf` alone.
+    `model = "hf:PATH_OR_ID"` is short for a section with `hf` alone, `model = "file:PATH"` for one
+    with `file`.
     """
 
     hf: str = ""
@@ -68,6 +69,9 @@ class ModelConfig(_Section):
     apply."""
     pretrained: bool = False
     """With `hf`: start from its weights instead of random ones."""
+    file: str = ""
+    """Safetensors with the initial parameters of a model of your own (`loco.save_parameters`). Only
+    the coordinator reads it; sites bring the model along (`loco.join`)."""
     vocab_size: PositiveInt = 256
     dim: PositiveInt = 128
     num_layers: PositiveInt = 4
@@ -355,7 +359,7 @@ def config_from_dict(raw: dict[str, Any], *, source: str) -> Config:
     """Check what a TOML file holds; `source` is named in errors."""
     model = raw.get("model")
     if isinstance(model, str):
-        raw = raw | {"model": {"hf": _hf_name(model, source)}}
+        raw = raw | {"model": _model_by_name(model, source)}
     elif isinstance(model, dict) and model.get("hf"):
         _refuse_keys_of_the_llama(model, source)
     try:
@@ -364,14 +368,14 @@ def config_from_dict(raw: dict[str, Any], *, source: str) -> Config:
         raise ConfigError(_explain(error, source)) from error
 
 
-def _hf_name(model: str, source: str) -> str:
-    name = model.removeprefix("hf:")
-    if name == model or not name:
+def _model_by_name(model: str, source: str) -> dict[str, str]:
+    kind, _, name = model.partition(":")
+    if kind not in ("hf", "file") or not name:
         raise ConfigError(
-            f"{source}: model = {model!r} is not understood: write 'hf:PATH_OR_ID', or a section "
-            "[model]"
+            f"{source}: model = {model!r} is not understood: write 'hf:PATH_OR_ID', 'file:PATH', "
+            "or a section [model]"
         )
-    return name
+    return {kind: name}
 
 
 def _refuse_keys_of_the_llama(model: dict[str, Any], source: str) -> None:

@@ -53,6 +53,11 @@ def export(
     """
     if form not in FORMATS:
         raise ConfigError(f"--format {form!r} is not known: use {' or '.join(FORMATS)}")
+    if form == "hf" and config.model.file:
+        raise ConfigError(
+            "the run trains a model of your own, which transformers does not know: use "
+            "--format safetensors"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty directory: choose another --out")
     aside = out.with_name(out.name + ".partial")

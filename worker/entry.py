@@ -19,6 +19,7 @@ from worker.progress import Progress
 from worker.pulse import Pulse
 from worker.session import Have, Session
 from worker.site import Site
+from worker.trainee import Trainee
 from worker.trainer import Trainer
 
 log = logging.getLogger("loco.worker")
@@ -29,7 +30,7 @@ class Entry(ABC):
 
     _run: pb.GetRunResponse
     _config: Config
-    _trainer: Trainer
+    _trainer: Trainee
     _layout: Layout
     _exchange: Exchange
     _checkpoints: Checkpoints | None
@@ -61,7 +62,7 @@ class Entry(ABC):
         packed = self._site.from_leader(lambda: self._session.get_run().SerializeToString())
         return pb.GetRunResponse.FromString(packed)
 
-    def _make_trainer(self) -> Trainer:
+    def _make_trainer(self) -> Trainee:
         name = self._options.site
         corpus = self._options.data or self._config.data.sites.get(name, self._config.data.corpus)
         return Trainer(self._config, self._site, name, corpus)

@@ -20,7 +20,8 @@ from worker.elastic.replica import WorkerReplica
 from worker.entry import Entry
 from worker.progress import Contribution
 from worker.site import MembersChanged
-from worker.trainer import Local
+from worker.trainee import Local
+from worker.trainer import Trainer
 
 log = logging.getLogger("loco.worker")
 
@@ -54,6 +55,7 @@ class Worker(Entry):
 
     def _live(self) -> None:
         """Rounds until the run is finished, among whoever is there."""
+        assert isinstance(self._trainer, Trainer)
         replica = WorkerReplica(self._trainer, self._exchange, self._at, self._session, self._pulse)
         self._site.meet(replica)
         while True:
@@ -164,7 +166,8 @@ class Worker(Entry):
         with self._pulse.edit() as beat:
             beat.inner_steps = self._trainer.data_cursor
             beat.tokens += local.tokens
-            beat.train_bits_per_byte = local.train_bits_per_byte
+            if local.train_bits_per_byte is not None:
+                beat.train_bits_per_byte = local.train_bits_per_byte
 
     def _encode(self, contribution: Contribution, k: int) -> None:
         """The shards of a contribution, while inner steps go on."""
@@ -201,10 +204,11 @@ class Worker(Entry):
         in_site_bytes: float,
     ) -> None:
         """What people want to know of this round, summed over the ranks, into the next beat."""
+        loss = contribution.local.train_bits_per_byte
         with self._pulse.edit() as beat:
             beat.reports.add(
                 round=contribution.header.round,
-                train_bits_per_byte=contribution.local.train_bits_per_byte,
+                train_bits_per_byte=math.nan if loss is None else loss,
                 ef_norm=math.sqrt(ef_norm_sq),
                 mask_density=self._trainer.mask_density,
                 grad_norm=self._trainer.optimizer.last_grad_norm,
@@ -375,7 +379,7 @@ class Worker(Entry):
         """Measure theta every so many rounds, and the final one."""
         every, round_ = self._config.eval.every_rounds, self._exchange.round
         last = round_ == self._config.run.rounds
-        if every and (round_ % every == 0 or last):
+        if self._trainer.evaluates and every and (round_ % every == 0 or last):
             with self._pulse.phase(pb.SITE_PHASE_EVAL), self._exchange.theta_in_model():
                 measured = self._trainer.evaluate()
             with self._pulse.edit() as beat:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from loco.wire.v1 import coordinator_pb2 as pb
-from worker.trainer import Local
+from worker.trainee import Local
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import grpc
@@ -103,6 +103,7 @@ class Session:
         self._link = Link(address, self.access)
         self._answered = False
         self._instance = secrets.token_hex(8)
+        self._random = Random()  # the global one may be a user's, who counts on its state
         self._away_since: float | None = None
         self._said = 0.0
         self._closed = False
@@ -311,7 +312,7 @@ class Session:
             except (grpc.RpcError, DamagedBlockError, StalledError) as error:
                 self._check_hope(error)
                 self.retries += 1
-                time.sleep(pause * random.uniform(0.5, 1.0))
+                time.sleep(pause * self._random.uniform(0.5, 1.0))
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
             else:
                 self._away_since = None
