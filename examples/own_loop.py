@@ -3,7 +3,7 @@
     python examples/own_loop.py parameters theta.safetensors     # once
     loco coordinator run.toml ...     # with model = "file:theta.safetensors"
     python examples/own_loop.py train HOST:PORT paris
-    torchrun --standalone --nproc-per-node 2 examples/own_loop.py train HOST:PORT oslo   # two ranks, DDP
+    torchrun --standalone --nproc-per-node 2 examples/own_loop.py train HOST:PORT oslo  # DDP
 
 Only the four lines with `outer` are loco's. Everything else is what such a loop has anyway.
 """

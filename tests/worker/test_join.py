@@ -6,10 +6,8 @@ loop. Run alone: pytest tests/worker/test_join.py
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,11 @@ import numpy as np
 import pytest
 import torch
 from chaos.lives import Life
-from chaos.runs import exact_run
-from support.live import Coordinator, coordinating, eventually
+from support.joining import ROUNDS, H, digests, raw_run, run_of, tokens
+from support.live import Coordinator, eventually
 from torch import nn
 
 import loco
-from coordinator.events import RoundCommitted, ShardStored
-from coordinator.store import Store
 from loco.config import Config, config_from_dict
 from loco.data import DataStream, load_parts
 from loco.digest import chunk_hashes, theta_digest
@@ -32,37 +28,6 @@ from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
 from loco.model import build_model, layout_of, pack
 from loco.model.initial import initial_parameters
-
-H, ROUNDS = 2, 5
-
-
-@contextlib.contextmanager
-def run_of(config: Config, directory: Path) -> Iterator[Coordinator]:
-    torch.set_num_threads(1)
-    layout, theta = initial_parameters(config)
-    with coordinating(
-        Store.create(directory, run_id="join", config=config, layout=layout, theta=theta)
-    ) as coordinator:
-        yield coordinator
-
-
-def raw_run(**sections: dict[str, Any]) -> dict[str, Any]:
-    raw: dict[str, Any] = exact_run(seed=3, rounds=ROUNDS)
-    raw["inner"] |= {"steps": H, "max_local_steps": H}
-    raw["quorum"]["min_sites"] = 1
-    for name, section in sections.items():
-        raw[name] = raw.get(name, {}) | section
-    return raw
-
-
-def digests(coordinator: Coordinator) -> list[str]:
-    events = (event for _, event in coordinator.store.journal.replay(after=0))
-    return [e.theta_digest for e in events if isinstance(e, RoundCommitted)]
-
-
-def tokens(coordinator: Coordinator) -> list[int]:
-    events = (event for _, event in coordinator.store.journal.replay(after=0))
-    return [e.tokens for e in events if isinstance(e, ShardStored)]
 
 
 class Own(nn.Module):
