@@ -201,6 +201,7 @@ def test_the_flags_of_the_chart_and_of_the_units_exist() -> None:
             if container["name"] == "coordinator":
                 used, name = container["args"], "coordinator"
             else:
+                assert pod_policy_ends_on(values) == [2, 3, 5]
                 command = container["command"]
                 used, name = command[command.index("worker") :], "worker"
             flags = {argument.partition("=")[0] for argument in used if argument.startswith("--")}
@@ -211,6 +212,16 @@ def test_the_flags_of_the_chart_and_of_the_units_exist() -> None:
     ):
         (line,) = re.findall(r"^ExecStart=(.+)$", (DEPLOY / "systemd" / unit).read_text(), re.M)
         assert set(re.findall(r"--[a-z-]+", line)) <= known[name]
+
+
+def pod_policy_ends_on(values: dict[str, Any]) -> list[int]:
+    """Exit codes with which a site's Job fails for good."""
+    specs = [d["spec"] for d in rendered(values) if d["kind"] in ("Job", "JobSet")]
+    jobs = [
+        s["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in s else s for s in specs
+    ]
+    (codes,) = {tuple(j["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]) for j in jobs}
+    return list(codes)
 
 
 @pytest.mark.parametrize(

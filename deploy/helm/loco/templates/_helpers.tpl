@@ -35,13 +35,20 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* The pod of one node of a site: dict with `root` and `site`. */}}
+{{/* Exit codes that no restart cures: 2 config, 3 refused, 5 not finite. torchrun tells 1 only. */}}
+{{- define "loco.failurePolicy" -}}
+rules:
+  - action: FailJob
+    onExitCodes: {containerName: worker, operator: In, values: [2, 3, 5]}
+{{- end }}
+
+{{/* The pod of one node of a site: dict with `root`, `site`, `subdomain` and `master`. */}}
 {{- define "loco.site.pod" -}}
 {{- $site := .site }}
 {{- $nodes := $site.nodes | default 1 | int }}
 {{- $ranks := $site.ranksPerNode | default 1 | int }}
 {{- $gpus := $site.gpusPerNode | default 0 | int }}
-restartPolicy: {{ .restartPolicy }}
+restartPolicy: Never
 automountServiceAccountToken: false
 subdomain: {{ .subdomain }}
 terminationGracePeriodSeconds: 60
@@ -60,6 +67,11 @@ containers:
     image: {{ include "loco.image" .root }}
     imagePullPolicy: {{ .root.Values.image.pullPolicy }}
     command:
+      {{- if eq $nodes 1 }}
+      - loco
+      - worker
+      - --ranks={{ $ranks }}
+      {{- else }}
       - torchrun
       - --nnodes={{ $nodes }}
       - --node-rank=$(JOB_COMPLETION_INDEX)
@@ -68,6 +80,7 @@ containers:
       - --master-port=29500
       - -m
       - worker
+      {{- end }}
       - --coordinator={{ $site.coordinator }}
       - --site={{ $site.name }}
       - --device={{ if $gpus }}cuda{{ else }}cpu{{ end }}
