@@ -227,7 +227,8 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             response.update_bytes = update.size_bytes
             response.update_digest = bytes.fromhex(update.digest)
             response.theta_digest = update.theta_digest
-            response.entry.MergeFrom(self._entry("update", have_round))
+            if (entry := self._entry("update", have_round)) is not None:
+                response.entry.CopyFrom(entry)
             if mine is not None:
                 response.included = True
                 response.data_cursor = mine.data_cursor
@@ -239,15 +240,16 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             snapshot = self._store.snapshots.newest()
             response.snapshot_round = snapshot.round
             response.theta_digest = snapshot.manifest.theta_digest
-            response.entry.MergeFrom(self._entry("snapshot", snapshot.round))
+            if (entry := self._entry("snapshot", snapshot.round)) is not None:
+                response.entry.CopyFrom(entry)
         elif word == "train":
             response.plan.CopyFrom(self._plan(state.round, state.settings, state.first_step))
         return response
 
-    def _entry(self, kind: str, round_: int) -> pb.SignedEntry:
-        """Empty where the run has none."""
+    def _entry(self, kind: str, round_: int) -> pb.SignedEntry | None:
+        """None where nothing is signed: in plaintext."""
         entry = self._engine.chain.get(kind, round_)
-        return pb.SignedEntry(**vars(entry)) if entry is not None else pb.SignedEntry()
+        return pb.SignedEntry(**vars(entry)) if entry is not None and entry.signature else None
 
     def _plan(self, round_: int, settings: Mapping[str, float], first_step: int) -> pb.RoundPlan:
         config = self._store.config
