@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from support.certs import Certs
 from support.live import Coordinator, Member, coordinating, eventually
 from support.runs import config_of
 
 from coordinator.store import Store
+from loco.chain import Entry
 from loco.config import Config, config_from_json
 from loco.errors import LocoError
 from loco.inner.groups import Group
@@ -51,12 +54,12 @@ def tiny(corpus: Path, **sections: dict[str, Any]) -> Config:
 
 
 @contextlib.contextmanager
-def run_of(config: Config, directory: Path) -> Iterator[Coordinator]:
+def run_of(config: Config, directory: Path, certs: Certs | None = None) -> Iterator[Coordinator]:
     model = build_model(config.model, seed=0)
     layout = layout_of(model)
     theta = pack(model, layout)
     store = Store.create(directory, run_id="test", config=config, layout=layout, theta=theta)
-    with coordinating(store) as coordinator:
+    with coordinating(store, certs) as coordinator:
         yield coordinator
 
 
@@ -73,9 +76,10 @@ def worker_of(coordinator: Coordinator) -> Iterator[Worker]:
         checkpoint=None,
         checkpoint_every_rounds=10,
         link_mbit=None,
+        bundle=coordinator.certs.bundle("paris") if coordinator.certs else None,
     )
     wire = WireMetrics(Catalogue(CollectorRegistry()))
-    session = Session(coordinator.address, "paris", 30.0, wire)
+    session = Session(coordinator.address, "paris", 30.0, wire, options.access)
     worker = Worker(options, Site(torch.device("cpu"), Group()), session)
     try:
         yield worker
@@ -103,6 +107,31 @@ def test_a_whole_run_of_one_rank(tmp_path: Path, corpus: Path) -> None:
         assert (state.round, state.phase, state.sites["paris"].status) == (3, "finished", "left")
         assert worker._at.theta_digest == state.theta_digest
         assert worker._trainer.data_cursor == 6
+
+
+@pytest.mark.parametrize("kind", ["update", "snapshot"])
+def test_history_that_is_not_what_was_signed_ends_the_site(
+    tmp_path: Path, corpus: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever answers in the coordinator's place has its word for other bytes only."""
+    config = tiny(corpus, run={"rounds": 2}, quorum={"min_sites": 1})
+    certs = Certs(tmp_path / "certs")
+    with run_of(config, tmp_path / "state", certs) as coordinator, worker_of(coordinator) as worker:
+        chain = coordinator.running.engine.chain
+        honest = chain.get
+
+        def other(asked: str, round_: int) -> Entry | None:
+            entry = honest(asked, round_)
+            if entry is None or asked != kind:
+                return entry
+            fact = replace(entry.fact, sha256="ab" * 32, theta_digest="cd" * 32)
+            return chain._signed(Entry(body=fact.to_json(), previous=entry.previous))
+
+        monkeypatch.setattr(chain, "get", other)
+        with pytest.raises(LocoError, match=f"the {kind} of round 0 is not what the coordinator"):
+            worker.run()
+        held = worker._exchange.round
+    assert held == 0
 
 
 def test_asked_twice_in_one_round_it_sends_the_same_shard(tmp_path: Path, corpus: Path) -> None:
