@@ -120,17 +120,13 @@ class _Call:
     identity: Identity | None = None
 
     @property
-    def account(self) -> str:
-        """By which limits are kept."""
-        return str(self.identity or self.peer)
-
-    @property
     def who(self) -> str:
         return str(self.identity or f"a caller without a certificate at {self.peer}")
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """`keys` is None where the coordinator speaks plaintext: then there are no roles."""
+    """`keys` is None where the coordinator speaks plaintext: then there are neither roles nor
+    limits by caller."""
 
     def __init__(self, keys: Keys | None, limits: Limits, monitor: Monitor, audit: Audit) -> None:
         self._keys = keys
@@ -213,16 +209,16 @@ class Gate(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _admitted(self, call: _Call, context: Context) -> Iterator[None]:
-        if self._keys is not None:
-            call.identity = _identity(context)
-            self._keys.check(call.identity)
-        with self._limits.call(call.account):
-            if call.identity is not None and call.identity.role not in call.rule.roles:
-                raise RefusedRequest(
-                    "role",
-                    f"{call.who} may not call {call.method.rpartition('/')[2]}: that is for "
-                    f"{' and '.join(sorted(call.rule.roles)) or 'nobody'}; use another bundle",
-                )
+        if self._keys is None:  # nobody to keep an account of: a new connection is a new caller
+            if not call.rule.roles:
+                raise _wrong_role(call)
+            yield
+            return
+        call.identity = _identity(context)
+        self._keys.check(call.identity)
+        with self._limits.call(str(call.identity)):
+            if call.identity.role not in call.rule.roles:
+                raise _wrong_role(call)
             yield
 
     def _checked(self, call: _Call, request: Any) -> Any:
@@ -243,7 +239,8 @@ class Gate(grpc.aio.ServerInterceptor):
                 self._check_site(call, request)
                 first = False
             self._check_still(call)
-            await self._limits.message(call.account)
+            if call.identity is not None:
+                await self._limits.message(str(call.identity))
             yield request
 
     def _check_form(self, call: _Call, request: Message | _Malformed) -> Message:
@@ -289,6 +286,15 @@ class Gate(grpc.aio.ServerInterceptor):
             message,
             trailing_metadata=((REASON_KEY, refused.reason),),
         )
+
+
+def _wrong_role(call: _Call) -> RefusedRequest:
+    roles = " and ".join(sorted(call.rule.roles)) or "nobody"
+    return RefusedRequest(
+        "role",
+        f"{call.who} may not call {call.method.rpartition('/')[2]}: that is for {roles}; "
+        "use another bundle",
+    )
 
 
 def _say(call: _Call, error: Exception) -> None:

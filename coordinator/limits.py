@@ -1,6 +1,6 @@
 """What one caller may ask for: requests and messages a second, and calls at a time.
 
-Callers are told apart by their certificate, or by their connection where there is none.
+Callers are told apart by their certificate.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ class LimitsConfig(_Section):
     """What one caller may ask of the coordinator; may change when it is started again."""
 
     requests_per_second: Annotated[float, Field(gt=0.0)] = 200.0
-    """Calls a second on average, by certificate (in plaintext: by connection). A site makes about
-    one a second and rank."""
+    """Calls a second on average, by certificate (in plaintext there is no limit by caller). A site
+    makes about one a second and rank."""
     burst_seconds: Annotated[float, Field(gt=0.0)] = 5.0
     """So many seconds' worth of calls may come at once."""
     calls_at_once: PositiveInt = 256

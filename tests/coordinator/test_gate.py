@@ -216,6 +216,14 @@ def test_a_request_that_names_a_site_is_checked_against_the_certificate(method: 
     assert [rule.site] == expected if expected else rule.site is None
 
 
+def test_a_method_for_nobody_is_closed_in_plaintext_too(tmp_path: Path) -> None:
+    with coordinating(create_store(tmp_path, config_of())) as plain:
+        found = Doors(plain, {"anyone": plain.channel("anyone")})
+        assert found.try_("anyone", "/grpc.health.v1.Health/List") == "role"
+        assert found.try_("anyone", "/grpc.health.v1.Health/Check") == "in"
+        found.channels["anyone"].close()
+
+
 # --- the connection -------------------------------------------------------------------------------
 
 
