@@ -67,4 +67,8 @@ class Audit:
         self.write("refused", who, peer, method=method, reason=reason, message=message, **missing)
 
     def close(self) -> None:
-        self._file.close()
+        """What a full disk did not take is lost, and said."""
+        try:
+            self._file.close()
+        except OSError as error:
+            log.error("cannot write to the audit log: %s", error)

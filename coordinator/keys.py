@@ -34,6 +34,7 @@ class Keys:
         self._lock = threading.Lock()
         self._seen = self._versions()
         self._looked_at = time.monotonic()
+        self._revoked: frozenset[int] = frozenset()
         self.bundle, self._revoked = self._read()
         self._served = self.bundle
         self.bundle.check_time()
@@ -108,6 +109,8 @@ class Keys:
             )
         revoked = self._path.with_name(REVOKED)
         if not revoked.exists():
+            if self._revoked:  # its loss must not bring anyone back
+                raise ConfigError(f"{revoked} is gone")
             log.warning("there is no %s: no certificate is taken for revoked", revoked)
             return bundle, frozenset()
         return bundle, read_revoked(revoked, bundle.authority)
