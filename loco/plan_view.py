@@ -21,11 +21,17 @@ MAX_PARAMS = 1e13
 
 
 def layout_of_config(config: Config) -> Layout:
-    """The layout that sites of this run will have, without memory for its parameters."""
+    """The layout that sites of this run will have; built without memory for its parameters.
+
+    ConfigError if `model.hf` cannot be built, or `model.file` not be read, on this machine.
+    """
     import torch
 
     from loco.model import build_model, layout_of
+    from loco.model.layout import load_parameters
 
+    if config.model.file:
+        return load_parameters(config.model.file)[0]
     untrained = config.model.model_copy(update={"pretrained": False})
     with torch.device("meta"):
         return layout_of(build_model(untrained, seed=config.run.seed))

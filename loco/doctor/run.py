@@ -149,8 +149,17 @@ class Run:
     # --- the config, on this machine ------------------------------------------------------------
 
     def check_config(self, corpus: str | None) -> Iterator[Finding]:
-        """Whether this machine can build the model and find the site's data."""
+        """Whether this machine can build the model and find the site's data.
+
+        A model of the user's own comes with data of their own: nothing can be said of either.
+        """
         assert self.config is not None
+        if self.config.model.file:  # which only the coordinator needs
+            self.layout = Layout.of([("parameters", (self.status["params"],))])
+            yield ok(
+                "model", f"your own, {self.status['params']:,} parameters: loco.join checks it"
+            )
+            return
         try:
             self.layout = layout_of_config(self.config)
             yield ok("model", f"{self.layout.num_parameters:,} parameters")

@@ -114,6 +114,19 @@ def test_a_site_that_takes_part_already_and_one_without_data(
     assert examined(options(plain, site="oslo", data="sotu:1900-1950"), capsys)[0] == 0
 
 
+def test_a_model_of_ones_own_is_not_asked_for_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(model={"file": "/only/at/the/coordinator.safetensors"})
+    store = create_store(tmp_path / "state", config, layout=LAYOUT, theta=vector(LAYOUT, seed=0))
+    with coordinating(store) as coordinator:
+        code, found, _ = examined(options(coordinator), capsys)
+    assert code == 0, found
+    assert f"{LAYOUT.num_parameters:,} parameters" in found["model"]["message"]
+    assert "train data" not in found
+    assert "utilisation" in found["prediction"]["message"]
+
+
 def test_an_evicted_site_hears_who_lets_it_in(
     plain: Coordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.cluster import Cluster, run_loco
 from support.runs import Array, config_of, shard_body, vector
 
@@ -19,6 +20,7 @@ from loco.codec import HEADER_BYTES
 from loco.config import Config
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout
+from loco.model import save_parameters
 from loco.outer.step import OuterRules, Piece, outer_step
 from loco.plan import Setting, advice, contribution_size, predict, update_size
 from loco.plan_view import layout_of_config
@@ -182,6 +184,16 @@ def test_the_command_prints_the_prediction() -> None:
     neither = run_loco("plan", "--mbit", "500", "--step-seconds", "3")
     assert (neither.returncode, neither.stdout) == (2, "")
     assert "give either --params, for example 8e9, or --config run.toml" in neither.stderr
+
+
+def test_a_model_of_ones_own_is_planned_from_its_file(tmp_path: Path) -> None:
+    save_parameters(torch.nn.Linear(7, 5), tmp_path / "theta.safetensors")
+    (tmp_path / "run.toml").write_text(f'model = "file:{tmp_path}/theta.safetensors"\n')
+    done = run_loco(
+        "plan", "--config", str(tmp_path / "run.toml"), "--mbit", "9", "--step-seconds", "1",
+        "--json",
+    )  # fmt: skip
+    assert json.loads(done.stdout)["params"] == 7 * 5 + 5, done.stderr
 
 
 @pytest.mark.slow
