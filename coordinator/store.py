@@ -153,17 +153,18 @@ class Store:
         """Where an upload grows; apart from the contributions, whose directory may go meanwhile."""
         return self.directory / "incoming" / str(round_) / name
 
-    def uploaded_bytes(self, round_: int, site: str) -> int:
-        """What the site's uploads of a round take on disk, of all its incarnations."""
-        total = 0
-        for kind in ("incoming", "contributions"):
-            # What is not there yet, or vanishes meanwhile, takes no room.
-            with (
-                contextlib.suppress(FileNotFoundError),
-                os.scandir(self.directory / kind / str(round_)) as entries,
-            ):
-                total += sum(e.stat().st_size for e in entries if e.name.startswith(f"{site}."))
-        return total
+    def incoming_sizes(self, round_: int, site: str) -> dict[Path, int]:
+        """Bytes of a site's uploads of a round that are not finished, of all its incarnations."""
+        sizes: dict[Path, int] = {}
+        # What is not there yet, or vanishes meanwhile, takes no room.
+        with (
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(self.directory / "incoming" / str(round_)) as entries,
+        ):
+            for entry in entries:
+                if entry.name.startswith(f"{site}."):
+                    sizes[Path(entry.path)] = entry.stat().st_size
+        return sizes
 
     def update(self, round_: int) -> Path:
         return self.directory / "updates" / str(round_)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,9 @@ SLOW_AFTER_SECONDS = 60.0  # from then on a stream must have kept up with the le
 class _Writer:
     """One stream that writes a file; a newer one may take its place until it finishes."""
 
+    site: str
+    size_bytes: int
+    """Declared: the disk that it may come to take."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     superseded: bool = False
     finishing: bool = False
@@ -57,6 +61,7 @@ class Uploads:
         self._count = count
         self._limits = engine.store.config.limits
         self._writers: dict[Path, _Writer] = {}
+        self._stored: Counter[tuple[int, str]] = Counter()  # round, site -> bytes of whole shards
         self._checking = asyncio.Semaphore(CHECKS_AT_ONCE)
 
     def offset(self, header: pb.PushHeader) -> int:
@@ -98,7 +103,7 @@ class Uploads:
         self, requests: AsyncIterator[pb.PushRequest], header: pb.PushHeader, event: ShardStored
     ) -> bool:
         path = self._incoming(header)
-        writer = await self._take(path)
+        writer = await self._take(path, event)
         try:
             await self._write(requests, header, event, path, writer)
             checked = await self._check(header, event, path)
@@ -138,7 +143,7 @@ class Uploads:
                 f"{DIGEST_BYTES}",
             )
         self._check_weight(event)
-        self._check_quota(event)
+        self._check_quota(event, self._incoming(header))
         return False
 
     def _check_weight(self, event: ShardStored) -> None:
@@ -156,11 +161,14 @@ class Uploads:
             f"{most_steps} steps a round",
         )
 
-    def _check_quota(self, event: ShardStored) -> None:
-        """Uploads that a site begins and leaves must not fill the disk."""
+    def _check_quota(self, event: ShardStored, path: Path) -> None:
+        """Uploads that a site begins, at once or one after the other, must not fill the disk."""
         layout, limits = self._engine.store.layout, self._limits
         most = int(limits.uploads_per_round * (8 * layout.num_elements + codec.HEADER_BYTES))
-        used = self._engine.store.uploaded_bytes(event.round, event.site)
+        took = self._engine.store.incoming_sizes(event.round, event.site)
+        took |= {p: w.size_bytes for p, w in self._writers.items() if w.site == event.site}
+        took.pop(path, None)  # this one goes on, or takes its place
+        used = sum(took.values()) + self._stored[event.round, event.site]
         if used + event.size_bytes > most:
             raise RefusedRequest(
                 "quota",
@@ -175,7 +183,7 @@ class Uploads:
 
     # --- bytes ----------------------------------------------------------------------------------
 
-    async def _take(self, path: Path) -> _Writer:
+    async def _take(self, path: Path, event: ShardStored) -> _Writer:
         """Become the stream that writes the file; one that writes already has lost its peer."""
         before = self._writers.get(path)
         if before is not None:
@@ -183,7 +191,7 @@ class Uploads:
                 if before.finishing:
                     raise RefusedRequest("", "this shard is complete and being checked")
                 before.superseded = True
-        writer = self._writers[path] = _Writer()
+        writer = self._writers[path] = _Writer(event.site, event.size_bytes)
         return writer
 
     async def _write(
@@ -288,10 +296,18 @@ class Uploads:
             event.round, event.site, event.incarnation, event.shard, event.digest
         )
         await asyncio.to_thread(rename_synced, path, target)
+        self._count_stored(event)
         reach("upload.renamed")
         answer = await self._engine.submit(event)
         raise_refusal(answer)
         return isinstance(answer, Duplicate)
+
+    def _count_stored(self, event: ShardStored) -> None:
+        """Of this round and later ones; a restart begins anew."""
+        round_ = self._engine.state.round
+        for key in [key for key in self._stored if key[0] < round_]:
+            del self._stored[key]
+        self._stored[event.round, event.site] += event.size_bytes
 
     async def _strike(self, event: ShardStored, refused: RefusedRequest) -> None:
         """Count what only a faulty site sends; enough of it in a row means quarantine."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.certs import Certs
-from support.live import Member, coordinating, refusal
+from support.live import Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
 from coordinator import server
@@ -171,6 +172,58 @@ def test_a_message_that_is_too_large_is_refused_and_the_run_goes_on(tmp_path: Pa
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         paris.push(0, BODY)
         oslo.push(0, BODY)
+
+
+def test_uploads_at_once_are_counted_with_what_they_declare(tmp_path: Path) -> None:
+    """Nothing of them is on disk yet; together they could take more than the quota."""
+    config = config_of(quorum={"min_sites": 2}, limits={"uploads_per_round": 1.5})
+    most = 8 * LAYOUT.num_elements
+    with (
+        coordinating(create_store(tmp_path, config)) as coordinator,
+        Member(coordinator, "paris") as paris,
+        Member(coordinator, "oslo") as oslo,
+    ):
+        paris.enter()
+        oslo.enter()
+        go_on = threading.Event()
+
+        def stands_still() -> Iterator[pb.PushRequest]:
+            header = paris.header(0, b"", size_bytes=most, digest=b"a" * 16)
+            yield pb.PushRequest(header=header)
+            yield pb.PushRequest(block=make_block(b"x"))
+            go_on.wait(20)
+
+        first = paris.stub.Push.future(stands_still(), timeout=30)
+        incoming = coordinator.store.directory / "incoming" / "0"
+        eventually(lambda: incoming.exists() and list(incoming.iterdir()), "the first has begun")
+        with pytest.raises(grpc.RpcError) as caught:
+            paris.push(0, bytes(most))
+        assert refusal(caught.value)[0] == "quota"
+        oslo.push(0, BODY)  # an account of its own
+        go_on.set()
+        first.cancel()
+
+
+def test_shards_of_lives_that_ended_are_counted(tmp_path: Path) -> None:
+    """A site that joins again and again, each time with half of a contribution."""
+    config = config_of(quorum={"min_sites": 2}, limits={"uploads_per_round": 1.0})
+    half = shard_body(vector(LAYOUT, 1), config, rank=0, ranks=2)
+    most = 8 * LAYOUT.num_elements // len(half) + 1
+    with coordinating(create_store(tmp_path, config)) as coordinator:
+        with Member(coordinator, "oslo") as oslo, Member(coordinator, "paris", ranks=2) as paris:
+            oslo.enter()
+            paris.enter()
+            for life in range(most + 1):
+                paris.join(instance=f"life {life}")
+                try:
+                    paris.push(0, half, shard=0)
+                except grpc.RpcError as error:
+                    assert refusal(error)[0] == "quota"  # noqa: PT017
+                    break
+            else:
+                raise AssertionError("it went on for ever")
+        stored = coordinator.store.directory / "contributions" / "0"
+        assert sum(path.stat().st_size for path in stored.iterdir()) <= 8 * LAYOUT.num_elements + 64
 
 
 # --- claims ---------------------------------------------------------------------------------------
