@@ -50,8 +50,9 @@ def coordinator(
     from coordinator.keys import Keys
     from coordinator.server import Where, check_plaintext, open_run, serve
     from loco.log import start_logging
-    from loco.processes import interrupt_on_sigterm
+    from loco.processes import give_memory_back, interrupt_on_sigterm
 
+    give_memory_back()
     interrupt_on_sigterm()  # until the run is served: from then on both signals drain
     check_free({"--listen": listen, "--metrics": metrics})
     start_logging("coordinator")

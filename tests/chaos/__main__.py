@@ -130,7 +130,8 @@ def run_undisturbed(directory: Path, seed: int, rounds: int) -> dict[int, str]:
     say(f"undisturbed: {rounds} rounds")
     with World(directory, exact_run(seed), EXACT_SITES) as world:
         world.start()
-        world.reach(rounds)
+        for round_ in (*range(10, rounds, 10), rounds):  # each with a patience of its own
+            world.reach(round_)
         world.drain()
         return {r: d for r, d in digests_of(world.coordinator.events()).items() if r < rounds}
 
