@@ -26,6 +26,7 @@ from coordinator.files import is_disk_full, rename_synced
 from coordinator.monitor import Monitor
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from loco import codec
+from loco.config import Config
 from loco.digest import file_digest
 from loco.errors import PayloadError
 from loco.layout import CHUNK, cells
@@ -150,15 +151,16 @@ class Uploads:
         """A site must not make itself heavier than its inner steps can be."""
         config, state = self._engine.store.config, self._engine.state
         most_steps = config.inner.max_local_steps + state.inner_steps
-        most_tokens = event.inner_steps * config.data.batch * config.model.seq_len
-        if event.inner_steps <= most_steps and event.tokens <= most_tokens:
+        per_step = most_tokens_per_step(config)
+        enough = per_step is None or event.tokens <= event.inner_steps * per_step
+        if event.inner_steps <= most_steps and enough:
             return
+        allowed = "any number" if per_step is None else per_step
         raise RefusedRequest(
             "shard",
             f"shard {event.shard} of {event.site!r} states {event.tokens} tokens in "
-            f"{event.inner_steps} inner steps; data.batch = {config.data.batch} sequences of "
-            f"{config.model.seq_len} tokens allow {most_tokens} in them, and there are at most "
-            f"{most_steps} steps a round",
+            f"{event.inner_steps} inner steps; allowed are {allowed} of tokens a step (data.batch, "
+            f"model.seq_len, limits.tokens_per_step) and {most_steps} steps a round",
         )
 
     def _check_quota(self, event: ShardStored, path: Path) -> None:
@@ -327,6 +329,15 @@ class Uploads:
         caller = header.caller
         name = f"{caller.site}.{caller.incarnation}.{header.shard}.{header.digest.hex()}"
         return self._engine.store.incoming(header.round, name)
+
+
+def most_tokens_per_step(config: Config) -> int | None:
+    """What a site may state as its weight, an inner step; None: anything."""
+    if config.limits.tokens_per_step is not None:
+        return config.limits.tokens_per_step
+    if config.model.file or config.model.hf:
+        return None
+    return config.data.batch * config.model.seq_len
 
 
 def _check_current(writer: _Writer) -> None:

@@ -23,7 +23,7 @@ from support.certs import Certs
 from support.live import Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
-from coordinator import server
+from coordinator import server, upload
 from coordinator.limits import Limits
 from coordinator.refused import RefusedRequest
 from loco.config import LimitsConfig
@@ -260,6 +260,23 @@ def test_a_site_cannot_make_itself_heavier_than_its_steps(
         reason, message = refusal(caught.value)
         assert reason == "shard"
         assert str(tokens) in message
+
+
+@pytest.mark.parametrize(
+    ("sections", "most"),
+    [
+        ({}, 16 * 256),
+        ({"data": {"batch": 3}, "model": {"seq_len": 10}}, 30),
+        ({"model": {"file": "mine.safetensors"}}, None),
+        ({"model": {"hf": "some/model"}}, None),
+        ({"model": {"file": "mine.safetensors"}, "limits": {"tokens_per_step": 7}}, 7),
+        ({"limits": {"tokens_per_step": 7}}, 7),
+    ],
+)
+def test_the_bound_of_weights_follows_the_model(
+    sections: dict[str, dict[str, object]], most: int | None
+) -> None:
+    assert upload.most_tokens_per_step(config_of(**sections)) == most
 
 
 @pytest.mark.parametrize("num_bytes", [0, 15, 17, 5000])

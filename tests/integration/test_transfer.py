@@ -143,6 +143,7 @@ def test_the_coordinator_notices_a_peer_that_stands_still(
             size_bytes=BODY_BYTES,
             digest=bytes(16),
             tokens=1,
+            inner_steps=1,
             theta_digest=site.digest,
         )
         never = threading.Event()
