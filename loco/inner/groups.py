@@ -24,6 +24,7 @@ class Group:
     Args:
         process_group: the ranks; None is the default process group where torch.distributed runs,
             else a world of one.
+        alone: a world of one, also where torch.distributed runs.
         rank: this rank, where `process_group.rank()` does not tell (0 on every rank in torchft).
 
     On failure of a rank the collectives raise what the backend raises (RuntimeError).
@@ -32,9 +33,13 @@ class Group:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, rank: int | None = None
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        rank: int | None = None,
+        alone: bool = False,
     ) -> None:
-        if process_group is None and dist.is_available() and dist.is_initialized():
+        if process_group is None and not alone and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
         self._process_group = process_group
         self.size = 1 if process_group is None else process_group.size()

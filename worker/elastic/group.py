@@ -27,7 +27,7 @@ class ElasticGroup(Group):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, name: str, rank: int) -> None:
-        super().__init__(process_group, rank=rank)
+        super().__init__(process_group, rank=rank, alone=process_group is None)
         self.name = name
         self.told = False
         """Another member raised the alarm, so nobody needs to be told."""

@@ -23,7 +23,7 @@ class ReplicatedExchange(Exchange):
     """theta and EF of all rows, on every rank; no method needs another rank."""
 
     def __init__(self, config: Config, site: Site, model: nn.Module, layout: Layout) -> None:
-        super().__init__(config, Site(site.device, Group()), model, layout)
+        super().__init__(config, Site(site.device, Group(alone=True)), model, layout)
         self._members = site
 
     def encode(self, k: int) -> Staged:

@@ -56,7 +56,7 @@ class _Supervisor:
         assert options.elastic is not None
         self._options = options
         self._elastic = options.elastic
-        self._address = options.elastic.lighthouse or f"127.0.0.1:{_free_port()}"
+        self._address = options.elastic.lighthouse or f"127.0.0.1:{free_port()}"
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._ranks: list[_Rank] = []
 
@@ -137,7 +137,8 @@ class _Supervisor:
         return spawn(command, environment)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

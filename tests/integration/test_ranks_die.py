@@ -1,0 +1,147 @@
+"""A whole site with ranks that die, under a real coordinator that must not notice.
+
+Compares theta digests at coordinator and site, the tokens of all rounds with their number, and the
+incarnation, which must stay the first.
+
+    pytest tests/integration/test_ranks_die.py
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from chaos.proxy import Proxy
+from support.cluster import Cluster, Process, loco
+
+pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS, BATCH, SEQ_LEN, RANKS = 6, 4, 32, 3
+
+
+def cluster(directory: Path, rounds: int, sync: str = "dense", **changes: Any) -> Cluster:
+    inner = {"sync": sync, "steps": STEPS, "max_local_steps": STEPS}
+    return Cluster(
+        directory,
+        run={"rounds": rounds},
+        quorum={"min_sites": 1},
+        inner=inner,
+        **changes,
+    )
+
+
+def ranks_of(site: Process) -> dict[int, psutil.Process]:
+    """The living ranks of a site, by slot; 0 leads until it dies."""
+    found = {}
+    for process in site.descendants():
+        if process.cmdline()[1:3] == ["-m", "worker"]:
+            found[int(process.environ()["RANK"])] = process
+    return found
+
+
+def start(cluster: Cluster, *arguments: str, coordinator: str | None = None) -> Process:
+    command = loco(
+        "worker", "--coordinator", coordinator or cluster.address, "--site", "paris",
+        "--ranks", str(RANKS), "--threads", "1", "--fault-tolerance", "torchft",
+        "--rank-timeout", "2", *arguments,
+    )  # fmt: skip
+    return cluster.start("paris", command)
+
+
+def check(status: dict[str, Any], rounds: int, *, incarnation: int = 1) -> None:
+    """No round lost, no sample counted twice or left out, theta everyone's."""
+    (site,) = status["sites"]
+    assert status["round"] == rounds
+    assert site["theta_digest"] == status["theta_digest"]
+    assert site["rounds_included"] == rounds
+    assert site["tokens"] == rounds * STEPS * BATCH * SEQ_LEN
+    assert site["incarnation"] == incarnation
+
+
+@pytest.mark.parametrize("sync", ["dense", "scape"])
+def test_the_leader_dies_and_another_and_no_round_is_lost(tmp_path: Path, sync: str) -> None:
+    rounds = 60
+    with cluster(tmp_path, rounds, sync) as run:
+        run.coordinator()
+        site = start(run, "--shard-backup")
+        run.reaches(5)
+        ranks_of(site)[0].kill()
+        site.says("going on as rank 0 of 1, 2\n")
+        run.reaches(run.status()["round"] + 2)
+        ranks_of(site)[2].kill()
+        assert run.status()["sites"][0]["members"] > 0
+        status = run.finish(site)
+    check(status, rounds)
+    assert "starting it again" in site.output
+    assert "lost and count as zero" not in site.output
+
+
+def test_the_leader_dies_during_a_push_and_another_goes_on_with_it(tmp_path: Path) -> None:
+    """Dense contributions over a slow link, so that the upload is what is interrupted."""
+    rounds = 3
+    dense = {"codec": {"bits": 32}, "outer": {"aggregation": "mean"}}
+    with cluster(tmp_path, rounds, **dense) as run:
+        run.coordinator()
+        host, port = run.address.split(":")
+        proxy = Proxy((host, int(port)))
+        site = start(run, coordinator=proxy.address)
+        run.reaches(1)
+        proxy.change(bytes_per_second=30_000)
+        begin = proxy.passed["up"]
+        until = time.monotonic() + 100
+        while proxy.passed["up"] < begin + 40_000:
+            assert time.monotonic() < until, site.output
+            time.sleep(0.05)
+        assert run.status()["round"] == 1, "the contribution is under way"
+        ranks_of(site)[0].kill()
+        site.says("going on as rank 0 of 1, 2\n")
+        proxy.heal()
+        status = run.finish(site)
+        proxy.close()
+    check(status, rounds)
+
+
+def test_all_die_at_once_and_the_site_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    rounds = 40
+    with cluster(tmp_path, rounds) as run:
+        run.coordinator()
+        site = start(run, "--checkpoint", str(tmp_path / "ck"), "--checkpoint-every-rounds", "2")
+        run.reaches(6)
+        for process in ranks_of(site).values():
+            process.send_signal(signal.SIGKILL)
+        status = run.finish(site)
+    assert "going on from the checkpoint of round" in site.output
+    check(status, rounds, incarnation=2)
+
+
+HIDES_TORCHFT = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "torchft" else find_spec(name, *a)
+"""
+
+
+def test_without_torchft_one_line_and_a_static_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on aarch64 and Python 3.14, where there is no wheel."""
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide" / "sitecustomize.py").write_text(HIDES_TORCHFT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hide"), prepend=":")
+    with cluster(tmp_path, rounds=3) as run:
+        run.coordinator()
+        command = loco(
+            "worker", "--coordinator", run.address, "--site", "paris", "--ranks", "2",
+            "--threads", "1", "--fault-tolerance", "torchft",
+        )  # fmt: skip
+        site = run.start("paris", command)
+        status = run.finish(site)
+    assert site.output.count("torchft is not installed here") == 1
+    (told,) = status["sites"]
+    assert (told["ranks"], told["members"]) == (2, 0)
+    assert told["theta_digest"] == status["theta_digest"]
