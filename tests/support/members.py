@@ -150,7 +150,7 @@ class Members:
         self.plan = plan
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._lives: dict[int, list[subprocess.Popen[bytes]]] = {}
-        self._next: dict[int, subprocess.Popen[bytes]] = {}
+        self._waiting: dict[int, list[tuple[subprocess.Popen[bytes], Path]]] = {}
         self.lighthouse: subprocess.Popen[bytes] | None = None
         (folder / "site.json").write_text(json.dumps(asdict(plan)))
 
@@ -176,24 +176,27 @@ class Members:
         self.lighthouse.wait()
 
     def prepare(self, *slots: int) -> None:
-        """Start processes that wait to be let in; blocks until they are ready."""
+        """Start processes that wait to be let in; a slot given twice gets two lives in turn.
+
+        Blocks until they are ready.
+        """
         gates = []
         for slot in slots:
             lives = self._lives.setdefault(slot, [])
             gates.append(self.folder / f"life-{slot}-{len(lives)}")
             module = [sys.executable, "-m", "support.members"]
             command = [*module, str(self.folder), str(slot), str(gates[-1])]
-            self._next[slot] = self._spawn(f"rank-{slot}", command)
-            lives.append(self._next[slot])
+            lives.append(self._spawn(f"rank-{slot}", command))
+            self._waiting.setdefault(slot, []).append((lives[-1], gates[-1]))
         for gate in gates:
             prepared = gate.with_name(f"{gate.name}.prepared")
             eventually(prepared.exists, f"{prepared}\n{self.log}", FIRST_STEP_SECONDS)
 
     def let_in(self, *slots: int) -> float:
-        """Those that were prepared come to the others; the moment of it."""
+        """Those that were prepared first come to the others; the moment of it."""
         for slot in slots:
-            self.ranks[slot] = self._next.pop(slot)
-            (self.folder / f"life-{slot}-{len(self._lives[slot]) - 1}").touch()
+            self.ranks[slot], gate = self._waiting[slot].pop(0)
+            gate.touch()
         return time.monotonic()
 
     def start(self, *slots: int) -> None:

@@ -30,6 +30,7 @@ log = logging.getLogger("loco.worker")
 POLL_SECONDS = 0.05
 PAUSE_SECONDS = 0.5  # before the first restart; doubles, up to a minute
 MAX_PAUSE_SECONDS = 60.0
+END_SECONDS = 10.0  # between the ends of ranks that end together
 CALM_SECONDS = 600.0  # a rank that lived so long begins its restarts anew
 
 
@@ -59,6 +60,7 @@ class _Supervisor:
         self._address = options.elastic.lighthouse or f"127.0.0.1:{free_port()}"
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._ranks: list[_Rank] = []
+        self._finished: float | None = None
 
     def run(self) -> int:
         try:
@@ -81,15 +83,25 @@ class _Supervisor:
         """Start again what died; the exit code once the site is over here."""
         self._keep_lighthouse()
         codes = [rank.process.poll() for rank in self._ranks]
-        finished = EXIT_DONE in codes  # then the run is, and nobody needs to come back
+        if EXIT_DONE in codes:
+            return self._end(codes)
         for rank, code in zip(self._ranks, codes, strict=True):
-            if code is None or finished:
+            if code is None:
                 continue
             if EXIT_FAILED < code <= EXIT_INTERRUPTED and code != EXIT_UNREACHABLE:
                 return code
             if not self._start_again(rank, code):
                 return EXIT_FAILED if code < 0 else code
-        return EXIT_DONE if finished and None not in codes else None
+        return None
+
+    def _end(self, codes: list[int | None]) -> int | None:
+        """The run is finished, as ranks that trained to its end say; all of those end together.
+
+        One that was on its way back finds nobody, and is stopped before it begins the site anew.
+        """
+        self._finished = self._finished or time.monotonic()
+        late = time.monotonic() - self._finished > END_SECONDS
+        return EXIT_DONE if late or None not in codes else None
 
     def _start_again(self, rank: _Rank, code: int) -> bool:
         """Whether the rank may come back; it does when its pause is over."""

@@ -8,6 +8,7 @@ what must hold: no step twice, none left out, one hash a step on all ranks, boun
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -57,16 +58,15 @@ def test_killed_at_random_and_back_every_bit_is_that_of_calm_runs(
     tmp_path: Path, corpus: Path, inner: dict[str, Any], backup: bool
 ) -> None:
     """3 -> 2 by SIGKILL -> 3 by its successor; the others go on within time-out + 1 s."""
-    steps = 250
+    steps = 120
     plan = plan_of(
         tmp_path / "site", config(**inner), corpus=corpus, steps=steps, ranks=3,
         shard_backup=backup, step_seconds=0.05,
     )  # fmt: skip
     moment = random.Random(0).uniform(0.0, 0.1)
     with Members(tmp_path / "site", plan) as site:
-        site.prepare(0, 1, 2)
+        site.prepare(0, 1, 2, 1)
         site.let_in(0, 1, 2)
-        site.prepare(1)
         site.reach(10, 0, 1, 2)
         time.sleep(moment)
         killed = site.kill(1)
@@ -164,5 +164,34 @@ def test_a_lighthouse_that_dies_and_forgets_makes_no_wrong_average(
     sizes = [(len(members), count) for members, count in site.phases()]
     assert sizes[0][0] == 2
     assert {size for size, _ in sizes} == {2, 3}
+    expected = static_hashes(tmp_path, Config.model_validate(plan.config), corpus, sizes, steps)
+    assert [committed[cursor].hash for cursor in range(1, steps + 1)] == expected
+
+
+@pytest.mark.parametrize("inner", [DENSE, SCAPE], ids=["dense", "scape"])
+def test_members_1_2_3_2_3_and_every_bit_is_that_of_calm_runs(
+    tmp_path: Path, corpus: Path, inner: dict[str, Any]
+) -> None:
+    """LOCO_MEMBER_STEPS=500 makes the evidence of docs/results/torchft_cpu_2026-11-30.md."""
+    steps = int(os.environ.get("LOCO_MEMBER_STEPS", "150"))
+    plan = plan_of(tmp_path / "site", config(**inner), corpus=corpus, steps=steps, ranks=3,
+                   shard_backup=True, step_seconds=0.03)  # fmt: skip
+    few = steps // 10
+    with Members(tmp_path / "site", plan) as site:
+        site.prepare(0, 1, 2, 1)
+        site.let_in(0)
+        now = site.reach(few, 0)
+        site.let_in(1)
+        now = site.reach(now.cursor + few, 0, 1)
+        site.let_in(2)
+        site.reach(now.cursor + few, 0, 1, 2)
+        site.kill(1)
+        site.reach(now.cursor + few, 0, 2)
+        site.let_in(1)
+        site.finish()
+        committed = site.check(steps)
+        phases = site.phases()
+    sizes = [(len(members), count) for members, count in phases]
+    assert [size for size, _ in sizes] == [1, 2, 3, 2, 3]
     expected = static_hashes(tmp_path, Config.model_validate(plan.config), corpus, sizes, steps)
     assert [committed[cursor].hash for cursor in range(1, steps + 1)] == expected
