@@ -40,7 +40,7 @@ from worker.session import Session
 from worker.site import Site
 from worker.trainer import Trainer
 
-SIZES = {"10M": {"dim": 384, "num_layers": 5, "ffn_dim": 1152}, "1M": {"dim": 128, "ffn_dim": 384}}
+SIZES = {"10M": {"dim": 384, "num_layers": 6, "ffn_dim": 1152}, "1M": {"dim": 128, "ffn_dim": 384}}
 WARM_UP_STEPS = 3
 PLAN = pb.RoundPlan(first_step=0, total_steps=1000)
 
