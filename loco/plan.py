@@ -18,7 +18,7 @@ from loco.codec import HEADER_BYTES, encode
 from loco.codec.backend import WORTH_COMPILING
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout, cells
-from loco.wire.protocol import BLOCK_BYTES
+from loco.wire.protocol import BLOCK_BYTES, INLINE_BYTES
 
 DENSE_BITS = 32
 SAMPLE_CHUNKS = 128  # their sizes scatter by less than 1 %
@@ -28,7 +28,7 @@ DECODE_VALUES_PER_SECOND = 46.1e6  # one core, decoded and added
 BLOCK_FRAME_BYTES = 24  # around each block of a transfer
 ENVELOPE_BYTES = 110  # an upload's header, counted at a coordinator's transport
 FIRST_WINDOW_BYTES = 14_600  # TCP's first flight: ten segments (RFC 6928)
-ROUND_TRIPS = 4  # upload and its answer, WaitRound, download, the next WaitRound
+ROUND_TRIPS = 2  # upload and its answer, WaitRound; a large update is pulled: one more
 TARGET = 0.95  # utilisation that advice aims at
 MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
 
@@ -249,7 +249,7 @@ def _transfer_seconds(setting: Setting, num_bytes: int, mbit: float) -> float:
 
 def _latency_seconds(setting: Setting, up: int, down: int) -> float:
     rtt = setting.rtt_ms / 1e3
-    trips = float(ROUND_TRIPS)
+    trips = float(ROUND_TRIPS + (down > INLINE_BYTES))
     for num_bytes, mbit in ((up, setting.up_mbit), (down, setting.down_mbit)):
         in_flight = min(num_bytes, mbit * 1e6 / 8 * rtt)
         trips += math.log2(max(1.0, in_flight / FIRST_WINDOW_BYTES))
