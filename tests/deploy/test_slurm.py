@@ -109,8 +109,11 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
         yield slurm
     finally:
         slurm.run("scancel", "--user", "root")
-        for daemon in reversed(daemons):
-            daemon.__exit__()
+        try:  # a job's step daemons outlive slurmd
+            eventually(lambda: not slurm.run("squeue", "-h").strip(), "no job is left", 40)
+        finally:
+            for daemon in reversed(daemons):
+                daemon.__exit__()
 
 
 def submit(slurm: Slurm, coordinator: str, site: str = "paris") -> str:

@@ -15,6 +15,7 @@ PACKAGES = {
     "scancel": "slurm-client",
     "scontrol": "slurm-client",
     "sinfo": "slurm-client",
+    "squeue": "slurm-client",
     "shellcheck": "shellcheck",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
