@@ -214,6 +214,28 @@ def test_timeline_gives_only_what_ended_later(pair: Play) -> None:
     assert [s[0] for s in pair.monitor.timeline(pair.now - 1)["sites"]["oslo"]] == ["push"]
 
 
+def test_members_that_come_and_go_are_shown(pair: Play) -> None:
+    """3 ranks, then 2: one change more, one step given up, a quarter of the shards lost."""
+    told = pb.Membership(members=3, changes=1, quorums=10, quorum_seconds=0.5)
+    pair.beat("oslo", membership=told)
+    told.MergeFrom(pb.Membership(members=2, changes=2, quorums=14, quorum_seconds=2.5))
+    told.failed_commits, told.healed_bytes, told.lost_fraction = 1, 4096, 0.25
+    pair.beat("oslo", membership=told)
+    shown = {
+        "loco_site_members": 2,
+        "loco_member_changes_total": 2,
+        "loco_quorums_total": 14,
+        "loco_quorum_seconds_total": 2.5,
+        "loco_failed_commits_total": 1,
+        "loco_healed_bytes_total": 4096,
+        "loco_shard_lost_fraction": 0.25,
+    }
+    assert {name: pair.value(name, site="oslo") for name in shown} == shown
+    sites = {site["name"]: site for site in pair.monitor.status(pair.state)["sites"]}
+    assert (sites["oslo"]["members"], sites["oslo"]["member_changes"]) == (2, 2)
+    assert (sites["paris"]["members"], sites["paris"]["member_changes"]) == (0, 0)
+
+
 def total(site: str, value: int, play: Play) -> None:
     play.beat(site, totals=pb.SiteTotals(retries=value))
 

@@ -119,6 +119,20 @@ def test_all_die_at_once_and_the_site_resumes_from_its_checkpoint(tmp_path: Path
     check(status, rounds, incarnation=2)
 
 
+def test_ctrl_c_ends_all_ranks_and_the_site_says_goodbye(tmp_path: Path) -> None:
+    with cluster(tmp_path, rounds=1000) as run:
+        run.coordinator()
+        site = start(run)
+        run.reaches(2)
+        ranks = ranks_of(site)
+        site.interrupt()
+        assert site.wait(30) == 130, site.output
+        assert "Traceback" not in site.output
+        assert not any(process.is_running() for process in ranks.values())
+        (told,) = run.status()["sites"]
+        assert told["status"] == "left"
+
+
 HIDES_TORCHFT = """
 import importlib.util
 find_spec = importlib.util.find_spec
