@@ -434,13 +434,14 @@ class ElasticSite(Site):
         return self.group
 
     def speaks_last(self) -> bool:
-        """Whether the site ends with this member: the others, if there were any, end as well."""
+        """Whether the site ends with this member: ranks of one node end together."""
+        here = self._host.address.rpartition(":")[0]
+        elsewhere = [m for m in self._members if m.address.rpartition(":")[0] != here]
         until = time.monotonic() + END_SECONDS
-        others = [member for member in self._members if member != self.me]
-        while others and time.monotonic() < until:
+        while elsewhere and time.monotonic() < until:
             time.sleep(AGAIN_SECONDS)
-            others = [member for member in others if listens(member)]
-        return self.leads and not others
+            elsewhere = [member for member in elsewhere if listens(member)]
+        return self.leads and not elsewhere
 
     def close(self) -> None:
         """Leave the others; they go on without waiting for a time-out."""
