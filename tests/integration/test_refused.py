@@ -106,7 +106,7 @@ def test_a_round_that_needs_the_site_gets_another_contribution_from_it(
         assert (refused.reason, refused.round) == ("absurd", 2)
         cursors = [event.data_cursor for event in journal(coordinator, ShardStored)]
         assert cursors == [H, 2 * H, 4 * H, 5 * H, 6 * H]  # the steps refused are in EF
-        assert damage.life.worker._theta_digest == coordinator.state.theta_digest
+        assert damage.life.worker._at.theta_digest == coordinator.state.theta_digest
         assert coordinator.state.sites["paris"].refusals == 0
     damage.check_ef()
     assert "contribution to round 2 refused, the site skips the round" in caplog.text
@@ -134,7 +134,7 @@ def test_a_round_that_does_not_need_it_closes_and_the_next_one_has_it_again(
         assert included[damage.round] == ("kyoto", "oslo")
         assert included[damage.round + 1] == ("kyoto", "oslo", "paris")
         assert [e.round for e in journal(coordinator, ShardRefused)] == [damage.round]
-        assert damage.life.worker._theta_digest == coordinator.state.theta_digest
+        assert damage.life.worker._at.theta_digest == coordinator.state.theta_digest
     damage.check_ef()
     fate = f"round {damage.round}: contribution not included, kept in error feedback"
     assert fate in caplog.text
