@@ -103,6 +103,7 @@ def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001
     from worker.options import Options
     from worker.session import Session
     from worker.site import Site
+    from worker.trainee import Trainee
     from worker.trainer import Trainer
 
     paces: list[Pace] = []
@@ -112,12 +113,12 @@ def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001
             super().__init__(*arguments)
             paces.append(Pace(self.model, args.step_ms / 1e3, seed=hash(args.site) % 1000))
 
-        def _inner_step(self, lr: float) -> float:  # noqa: ARG002
+        def _inner_step(self, lr: float) -> None:  # noqa: ARG002
             paces[0].step()
-            return 1.0
+            self._count(1.0, 1.0)
 
     class PacedWorker(Worker):
-        def _make_trainer(self) -> Trainer:
+        def _make_trainer(self) -> Trainee:
             corpus = self._config.data.corpus
             return PacedTrainer(self._config, self._site, args.site, corpus)
 
