@@ -417,11 +417,8 @@ class Scape(torch.optim.Optimizer):
     def move(self, group: Group, change: Change, held: dict[int, Held]) -> dict[str, Any]:
         """This rank's state in `group`, from what its ranks hold; all of them call it.
 
-        Nothing changes here until `regroup`. The result is that of `reshard`, bit for bit, where
-        no state was lost; what was lost counts as zero.
-
-        Args:
-            held: by old rank, what this rank holds.
+        Nothing changes here until `regroup`. `held`: by old rank, what this rank holds. The result
+        is that of `reshard`, bit for bit; what was lost counts as zero.
         """
         state = self.common_state()
         parts = gather_held(
