@@ -48,6 +48,12 @@ CREATE TABLE IF NOT EXISTS told (
     body   TEXT NOT NULL,    -- column -> value, JSON
     PRIMARY KEY (round, site)
 );
+CREATE TABLE IF NOT EXISTS bytes (  -- that the process before counted; empty after a crash
+    site      TEXT NOT NULL,
+    direction TEXT NOT NULL,
+    kind      TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL
+);
 """
 
 
@@ -254,6 +260,28 @@ class HistoryFile:
             self._db.execute("BEGIN")
             self._db.executemany("INSERT OR REPLACE INTO told VALUES (?, ?, ?)", rows)
             self._db.execute("DELETE FROM told WHERE round < ?", (oldest_round,))
+
+    def take_bytes(self) -> dict[tuple[str, str, str], int]:
+        """What the process before counted until its orderly end, by site, direction and kind.
+
+        Once only: after a crash counters begin at 0, which Prometheus takes for a restart. A total
+        that is lower than the last one scraped would be counted twice.
+        """
+        with self._lock, self._db:
+            self._db.execute("BEGIN")
+            rows = self._db.execute("SELECT site, direction, kind, num_bytes FROM bytes").fetchall()
+            self._db.execute("DELETE FROM bytes")
+        return {(site, direction, kind): num_bytes for site, direction, kind, num_bytes in rows}
+
+    def leave_bytes(self, counted: Mapping[tuple[str, str, str], int]) -> None:
+        """For `take_bytes` of the next process."""
+        rows = [(*key, num_bytes) for key, num_bytes in counted.items()]
+        try:
+            with self._lock, self._db:
+                self._db.execute("BEGIN")
+                self._db.executemany("INSERT INTO bytes VALUES (?, ?, ?, ?)", rows)
+        except sqlite3.OperationalError as error:
+            log.warning("byte counters will begin at 0 again: %s", error)
 
     def close(self) -> None:
         with self._lock:

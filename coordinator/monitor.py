@@ -78,7 +78,7 @@ class Monitor:
         self.metrics = CoordinatorMetrics(self.registry)
         self.store = store
         self.started_at = clock()
-        self.bytes: Counter[tuple[str, str, str]] = Counter()  # site, direction, kind
+        self.bytes: Counter[tuple[str, str, str]]  # site, direction, kind
         self.told: dict[str, Told] = {}
         self.refusals: deque[Note] = deque(maxlen=_KEPT_NOTES)
         self.notes: deque[Note] = deque(maxlen=_KEPT_NOTES)
@@ -91,16 +91,17 @@ class Monitor:
         self._unmeasured: dict[int, dict[str, int]] = {}  # round -> values by included site
         self._disk_at = -math.inf
         self._visible: dict[str, float | None] = {}  # sites with series -> when they departed
-        self.history = History()
         self._file = HistoryFile.open_or_begin_anew(store.directory / HISTORY_FILE)
+        self.history = History()
         self.history.restore(self._file.read())
+        self.bytes = Counter(self._file.take_bytes())
         self._inner_steps = store.config.inner.steps
         self._traces = traces_if_wanted(store.run_id)
         self._describe_run()
 
     def _describe_run(self) -> None:
-        config, run = self.store.config, self.metrics.run
         log_fields(run=self.store.run_id)
+        config, run = self.store.config, self.metrics.run
         run.info.labels(self.store.run_id).set(1)
         run.planned_rounds.set(config.run.rounds)
         run.min_sites.set(config.quorum.min_sites)
@@ -280,8 +281,9 @@ class Monitor:
     # --- series of sites ------------------------------------------------------------------------
 
     def _appear(self, site: str) -> None:
+        if site not in self._visible:
+            self.metrics.appear(site, self.bytes)
         self._visible[site] = None
-        self.metrics.sites.appear(site)
 
     def _forget_departed(self, now: float) -> None:
         for site, since in list(self._visible.items()):
@@ -465,6 +467,7 @@ class Monitor:
     async def close(self) -> None:
         """A last turn, then close the file."""
         await self.housekeeping()
+        self._file.leave_bytes(self.bytes)
         self._file.close()
         if self._traces:
             await asyncio.to_thread(self._traces.close)
@@ -472,16 +475,8 @@ class Monitor:
     # --- what people see ------------------------------------------------------------------------
 
     def status(self, state: State) -> dict[str, Any]:
-        """The status document: /status.json, `loco status`, and the numbers on the page."""
+        """/status.json, `loco status`, and the numbers on the page."""
         return status_document(self, state, self._clock())
-
-    def bytes_of(self, site: str, direction: str) -> dict[str, int]:
-        """Bytes by kind since this process started."""
-        return {
-            kind: num_bytes
-            for (name, way, kind), num_bytes in self.bytes.items()
-            if (name, way) == (site, direction)
-        }
 
     def timeline(self, since: float) -> dict[str, Any]:
         """The spans that ended after `since` (Unix seconds), by site."""

@@ -71,7 +71,7 @@ def _create_in_a_process(config: Config, state: Path) -> None:
     except BrokenProcessPool as error:
         raise LocoError(
             f"the process that makes the run's initial parameters ended early: {error}; is there "
-            f"memory for them? remove {state} and start again"
+            "memory for them? no run has begun, start again"
         ) from error
 
 

@@ -89,7 +89,11 @@ def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, An
     last = state.updates.get(state.round - 1)
     included = last.included.get(name) if last else None
     lately = monitor.history.phase_sums(name, LAST_ROUNDS)
-    by_kind = {way: monitor.bytes_of(name, way) for way in DIRECTIONS}
+    # Since the run began, or since the coordinator last crashed.
+    by_kind: dict[str, dict[str, int]] = {way: {} for way in DIRECTIONS}
+    for (who, way, kind), num_bytes in monitor.bytes.items():
+        if who == name:
+            by_kind[way][kind] = num_bytes
     return {
         "name": name,
         "status": site.status,

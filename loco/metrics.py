@@ -8,6 +8,7 @@ their figures travel with heartbeats and the coordinator exports them by site.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TypeVar
@@ -22,6 +23,14 @@ from prometheus_client import (
 from prometheus_client.metrics import MetricWrapperBase
 
 KINDS = ("contribution", "update", "snapshot", "control")
+TRANSFERS = (
+    ("up", "contribution"),
+    ("down", "update"),
+    ("down", "snapshot"),
+    ("up", "control"),
+    ("down", "control"),
+)
+"""Directions and kinds of what travels."""
 DIRECTIONS = ("up", "down")
 PHASES = ("sync", "compute", "encode", "push", "wait", "pull", "apply", "eval")
 STATES = ("registered", "alive", "included", "lost", "quarantined", "evicted")
@@ -92,6 +101,15 @@ class WireMetrics:
             "kind",
         )
 
+    def begin(self, site: str, num_bytes: Mapping[tuple[str, str, str], int]) -> None:
+        """Show a site's series, which are not there yet, before it sends anything.
+
+        They go on from `num_bytes` (by site, direction and kind): a counter that begins anew at
+        each restart loses what nobody has scraped.
+        """
+        for direction, kind in TRANSFERS:
+            self._bytes.labels(site, direction, kind).inc(num_bytes.get((site, direction, kind), 0))
+
     def count(self, site: str, direction: str, kind: str, num_bytes: int) -> None:
         """Add bytes that the transport has sent or received."""
         self._bytes.labels(site, direction, kind).inc(num_bytes)
@@ -107,6 +125,11 @@ class CoordinatorMetrics:
         self.codec = CodecMetrics(self.catalogue)
         self.sites = SiteMetrics(self.catalogue)
         self.state = StateMetrics(self.catalogue)
+
+    def appear(self, site: str, num_bytes: Mapping[tuple[str, str, str], int]) -> None:
+        """Show the series of a site; bytes by site, direction and kind begin at these."""
+        self.sites.appear(site)
+        self.wire.begin(site, num_bytes)
 
 
 class RunMetrics:

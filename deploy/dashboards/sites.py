@@ -153,7 +153,8 @@ def _members() -> list[Panel]:
             (
                 (
                     f"rate(loco_quorum_seconds_total{{{SITES}}}[{RATE}])"
-                    f" / rate(loco_quorums_total{{{SITES}}}[{RATE}])",
+                    # A static site asks nobody: 0, not 0 / 0.
+                    f" / clamp_min(rate(loco_quorums_total{{{SITES}}}[{RATE}]), 1e-9)",
                     "{{site}}",
                 ),
             ),

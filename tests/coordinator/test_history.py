@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.play import playing
+from support.play import Play, playing
 from support.runs import config_of, create_store
 
 from coordinator.history import HISTORY_FILE, HistoryFile
+from coordinator.store import Store
 
 
 def rows(rounds: range, width: int = 400) -> list[tuple[int, str, str]]:
@@ -47,6 +48,40 @@ def test_a_write_that_was_refused_leaves_nothing_behind_and_may_be_repeated(
     file.write(rows(range(2, 200)), 1)
     assert file.read() == rows(range(1, 200))
     file.close()
+
+
+def test_byte_counts_go_to_the_next_process_once(tmp_path: Path) -> None:
+    counted = {("paris", "up", "contribution"): 7, ("oslo", "down", "snapshot"): 2**40}
+    file = HistoryFile(tmp_path / HISTORY_FILE)
+    assert file.take_bytes() == {}
+    file.leave_bytes(counted)
+    file.close()
+    again = HistoryFile(tmp_path / HISTORY_FILE)
+    assert again.take_bytes() == counted
+    again.close()  # as by SIGKILL: nothing is left
+    after_a_crash = HistoryFile(tmp_path / HISTORY_FILE)
+    assert after_a_crash.take_bytes() == {}
+    read_only(after_a_crash, True)
+    after_a_crash.leave_bytes(counted)  # a full disk: said in the log, no error at the end
+    read_only(after_a_crash, False)
+    after_a_crash.close()
+
+
+def test_counters_of_a_site_go_on_after_an_orderly_restart(tmp_path: Path) -> None:
+    config = config_of(run={"rounds": 9}, quorum={"min_sites": 1})
+
+    def counted(play: Play) -> float | None:
+        labels = {"site": "paris", "direction": "up", "kind": "control"}
+        return play.monitor.registry.get_sample_value("loco_wire_bytes_total", labels)
+
+    with playing(create_store(tmp_path, config)) as play:
+        play.join("paris")
+        play.monitor.count("paris", "up", "control", 5)
+        before = counted(play)
+        assert before
+    with playing(Store.open(tmp_path)) as play:
+        play.join("paris")
+        assert counted(play) == before
 
 
 def test_what_the_full_disk_refused_is_written_with_a_later_turn(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from support.cluster import Cluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -31,9 +33,8 @@ def test_two_sites_one_of_them_with_two_ranks_under_ddp(tmp_path: Path) -> None:
         python = sys.executable
         made = cluster.start("made", [python, str(EXAMPLE), "parameters", str(parameters)])
         assert made.wait() == 0, made.output
-        text = cluster.config.read_text()
-        start, stop = text.index("[model]"), text.index("[", text.index("[model]") + 1)
-        cluster.config.write_text(f'model = "file:{parameters}"\n' + text[:start] + text[stop:])
+        config = tomllib.loads(cluster.config.read_text())
+        cluster.config.write_text(tomli_w.dumps(config | {"model": f"file:{parameters}"}))
         cluster.coordinator()
         one = cluster.start("paris", [python, str(EXAMPLE), "train", cluster.address, "paris"])
         two = cluster.start(

@@ -18,6 +18,7 @@ from support.runs import LAYOUT, config_of, create_store
 from coordinator.check import check_state
 from coordinator.events import RoundClosed, RoundCommitted, ShardStored
 from coordinator.failpoints import NAMES
+from loco.errors import EXIT_FAILED
 
 SITES = {"paris": 2, "oslo": 1}
 RAW: dict[str, dict[str, Any]] = {
@@ -108,13 +109,16 @@ def assert_each_contribution_counts_once(run: Run) -> None:
 
 
 def test_killed_while_the_run_is_created_it_starts_anew(tmp_path: Path) -> None:
-    """The first snapshot is written before the journal: without one there is no run yet."""
+    """The first snapshot is written before the journal: without one there is no run yet.
+
+    What dies is the process that makes the parameters; the coordinator says so and ends.
+    """
     run = Run(tmp_path)
     for path in run.coordinator.state.glob("journal.sqlite*"):
         path.unlink()
     coordinator = run.coordinator
     coordinator.spawn(coordinator.command(), LOCO_FAIL_POINT="snapshot.buffer_written:1")
-    assert coordinator.wait() == -signal.SIGKILL
+    assert coordinator.wait() == EXIT_FAILED
     coordinator.start()
     until(lambda: coordinator.round() == 0, "the new run is served")
     coordinator.stop()

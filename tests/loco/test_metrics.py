@@ -67,7 +67,7 @@ def test_a_forgotten_site_leaves_nothing_behind() -> None:
     registry = CollectorRegistry()
     metrics = CoordinatorMetrics(registry)
     before = generate_latest(registry)
-    metrics.sites.appear("paris")
+    metrics.appear("paris", {("paris", "up", "control"): 7})
     metrics.wire.count("paris", "up", "update", 5)
     metrics.sites.phase_seconds.labels("paris", "push").inc()
     metrics.codec.contribution_bytes.labels("paris").set(7)
