@@ -91,6 +91,8 @@ def main() -> None:
     config = load_config(args.config)
     pace = (loco_site if args.system == "loco" else torchft_site)(args, config)
     args.out.write_text(json.dumps(pace.report(config.inner.steps)))
+    if args.system == "torchft":
+        os._exit(0)  # its threads abort the interpreter's own end now and then
 
 
 def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001 (it asks for it)
