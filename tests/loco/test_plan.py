@@ -230,3 +230,30 @@ def test_an_update_names_its_headers() -> None:
     one = Layout.of([("w", (1024, CHUNK))])
     two, single = (update_size(replace(SETTING, layout=x, k=1, sites=1))[0] for x in (layout, one))
     assert two - single == pytest.approx(HEADER_BYTES + single / 1024, abs=8)
+
+
+def test_the_wan_benchmark_measured_what_the_plan_says() -> None:
+    """At the smaller of its two models; the page says how far off the other one is."""
+    path = Path(__file__).parents[2] / "docs/results/wan_834k_2026-11-30.json"
+    run = json.loads(path.read_text())
+    measured = run["methods"]["blocking"]
+    p = predict(
+        Setting(
+            layout=Layout.of([("parameters", (int(run["params"]),))]),
+            sites=run["sites"],
+            ranks=1,
+            k=run["k"],
+            bits=2,
+            inner_steps=run["inner_steps"],
+            delay_steps=0,
+            step_seconds=run["step_ms"] / 1e3,
+            up_mbit=run["mbit"],
+            down_mbit=run["mbit"],
+            coordinator_mbit=None,
+            rtt_ms=run["rtt_ms"],
+        )
+    )
+    assert p.exchange_seconds == pytest.approx(measured["sync_seconds"], rel=0.15)
+    assert p.bytes_up == pytest.approx(measured["wire_bytes_up"], rel=0.15)
+    assert p.bytes_down == pytest.approx(measured["wire_bytes_down"], rel=0.15)
+    assert p.utilisation == pytest.approx(measured["compute_utilisation"], rel=0.15)
