@@ -268,7 +268,7 @@ class Exchange:
         self._sent = None
         if about["sent_in"] is not None:
             whole = TakenBack(tensors["sent"].numpy(), tensors["originals"].numpy())
-            self._sent = Sent(about["sent_in"], [(slice(None), whole)])
+            self._sent = Sent(about["sent_in"], [(slice(0, len(self._theta)), whole)])
 
     def _sent_arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Elements that the open contribution holds, and EF there if it is taken back."""

@@ -144,3 +144,20 @@ def test_a_snapshot_empties_the_error_feedback(model: Odd) -> None:
     exchange.load(pack(model, layout).tobytes(), 7)
     assert exchange.state(exchange.rows).error_feedback.count_nonzero() == 0
     assert exchange.round == 7
+
+
+def test_a_rank_that_took_an_open_contribution_gives_it_on(model: Odd) -> None:
+    """A rank heals another right after it was healed itself: nothing differs."""
+    first = exchange_of(model)
+    train(model, 0)
+    contribute(first, K)
+    about, tensors = first.give()
+    second = exchange_of(model)
+    second.take(about, tensors)
+    again, same = second.give()
+    assert again == about
+    assert all(torch.equal(same[name], tensor) for name, tensor in tensors.items())
+    rows = first.rows
+    for exchange in (first, second):
+        exchange.settle(included=False)
+    assert torch.equal(second.state(rows).error_feedback, first.state(rows).error_feedback)
