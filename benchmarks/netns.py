@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
+from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from loco.errors import ConfigError
 
@@ -23,27 +25,21 @@ INTERFACE = "eth0"
 BURST_BYTES = 256 * 1024  # above the 64 KiB that segmentation offload hands over at once
 
 
-class Hosts:
-    """`num_hosts` namespaces whose links carry `mbit` Mbit/s each way; None does not shape.
-
-    Names begin with "loco" and this process's id, so that several may exist at once. Leaving the
-    context kills what was started in the namespaces and removes them.
+class Namespaces(ABC):
+    """`num_hosts` hosts of this machine. Names begin with "loco" and this process's id, so that
+    several networks may exist at once. Leaving the context kills what was started and removes them.
     """
 
-    def __init__(self, num_hosts: int, *, mbit: float | None) -> None:
+    def __init__(self, num_hosts: int) -> None:
         require_namespaces()
         self.num_hosts = num_hosts
-        self.mbit = mbit
         self._prefix = f"loco{os.getpid()}"
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[Any]] = []
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         try:
-            _run("ip", "link", "add", self._bridge, "type", "bridge")
-            _run("ip", "link", "set", self._bridge, "up")
-            for host in range(self.num_hosts):
-                self._add(host)
-        except BaseException:
+            self._open()
+        except BaseException:  # whatever ends it: namespaces would outlive this process
             self.close()
             raise
         return self
@@ -56,54 +52,80 @@ class Hosts:
     ) -> None:
         self.close()
 
+    @abstractmethod
     def address(self, host: int) -> str:
         """IPv4 address of a host."""
-        return f"10.73.{os.getpid() % 256}.{host + 1}"
 
-    def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        """Start `command` inside a host; options are those of Popen."""
+    @abstractmethod
+    def _open(self) -> None:
+        """Make the hosts and what joins them."""
+
+    def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start `command` on a host; options are those of Popen."""
         inside = ["ip", "netns", "exec", self._name(host), *command]
-        process = subprocess.Popen(inside, text=True, **options)
+        process = subprocess.Popen(inside, start_new_session=True, **options)
         self._processes.append(process)
         return process
 
+    def close(self) -> None:
+        """Kill what was started and remove the hosts; harmless if repeated."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for host in range(self.num_hosts):
+            run_tool("ip", "netns", "del", self._name(host), check=False)
+
+    def _name(self, host: int) -> str:
+        return f"{self._prefix}h{host}"
+
+
+class Hosts(Namespaces):
+    """Hosts on a bridge whose links carry `mbit` Mbit/s each way; None does not shape."""
+
+    def __init__(self, num_hosts: int, *, mbit: float | None) -> None:
+        super().__init__(num_hosts)
+        self.mbit = mbit
+
+    def _open(self) -> None:
+        run_tool("ip", "link", "add", self._bridge, "type", "bridge")
+        run_tool("ip", "link", "set", self._bridge, "up")
+        for host in range(self.num_hosts):
+            self._add(host)
+
+    def address(self, host: int) -> str:
+        """10.73.x.y, where x follows this process's id."""
+        return f"10.73.{os.getpid() % 256}.{host + 1}"
+
     def bytes_sent(self, host: int) -> int:
         """Bytes that left a host's interface, headers included."""
-        shown = _run("ip", "-n", self._name(host), "-s", "-j", "link", "show", INTERFACE)
+        shown = run_tool("ip", "-n", self._name(host), "-s", "-j", "link", "show", INTERFACE)
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def close(self) -> None:
         """Kill what was started and remove namespaces and bridge; harmless if repeated."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for host in range(self.num_hosts):
-            _run("ip", "netns", "del", self._name(host), check=False)
-        _run("ip", "link", "del", self._bridge, check=False)
+        super().close()
+        run_tool("ip", "link", "del", self._bridge, check=False)
 
     @property
     def _bridge(self) -> str:
         return f"{self._prefix}b"
 
-    def _name(self, host: int) -> str:
-        return f"{self._prefix}h{host}"
-
     def _add(self, host: int) -> None:
         name, outside = self._name(host), f"{self._prefix}v{host}"
-        _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", outside, "type", "veth", "peer", INTERFACE, "netns", name)
-        _run("ip", "link", "set", outside, "master", self._bridge, "up")
-        _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-        _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-        _run("ip", "-n", name, "link", "set", "lo", "up")
+        run_tool("ip", "netns", "add", name)
+        run_tool("ip", "link", "add", outside, "type", "veth", "peer", INTERFACE, "netns", name)
+        run_tool("ip", "link", "set", outside, "master", self._bridge, "up")
+        run_tool("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+        run_tool("ip", "-n", name, "link", "set", INTERFACE, "up")
+        run_tool("ip", "-n", name, "link", "set", "lo", "up")
         if self.mbit is not None:
             self._shape("-n", name, "qdisc", "add", "dev", INTERFACE)  # what the host sends
             self._shape("qdisc", "add", "dev", outside)  # what it receives
 
     def _shape(self, *where: str) -> None:
         rate = f"{self.mbit}mbit"
-        _run(
+        run_tool(
             "tc", *where, "root", "tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", "200ms"
         )
 
@@ -117,7 +139,8 @@ def require_namespaces() -> None:
         raise ConfigError("network namespaces need root; run as root, or measure over loopback")
 
 
-def _run(*command: str, check: bool = True) -> str:
+def run_tool(*command: str, check: bool = True) -> str:
+    """Output of a command; ConfigError with its complaint if it fails and `check` is set."""
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if check and done.returncode != 0:
         raise ConfigError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

@@ -2,7 +2,6 @@
 
     with Wan(3, mbit=100, rtt_ms=50) as wan:
         wan.start(0, ["python", "-m", "something"])   # on host 0, at wan.address(0)
-        wan.counted(0)                                # bytes sent and received at its card
 
 Every host is a network namespace whose only card is a TUN device. One process reads the packets of
 all of them, holds each as long as the line would, and hands it on: a packet leaves when the link of
@@ -20,17 +19,15 @@ import itertools
 import os
 import random
 import select
-import signal
 import struct
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from benchmarks.netns import INTERFACE, require_namespaces
+from benchmarks.netns import INTERFACE, Namespaces, run_tool
 
 QUEUE_SECONDS = 0.25
 TUN_QUEUE_PACKETS = 4000
@@ -39,112 +36,55 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN_NO_PI = 0x1001
 
 
-class Wan:
-    """`num_hosts` hosts; every link carries `mbit` each way, any two are `rtt_ms` apart.
+class Wan(Namespaces):
+    """Hosts whose links carry `mbit` Mbit/s each way; any two are `rtt_ms` milliseconds apart.
 
-    `loss` is the share of packets that the line drops, in [0, 1). Leaving the context kills what
-    was started on the hosts and removes them.
+    `loss` is the share of packets that the line drops, in [0, 1); `mtu` is in bytes.
     """
 
     def __init__(
         self, num_hosts: int, *, mbit: float, rtt_ms: float, loss: float = 0.0, mtu: int = 1500
     ) -> None:
-        require_namespaces()
-        self.num_hosts = num_hosts
-        self._line = (mbit, rtt_ms, loss)
+        super().__init__(num_hosts)
+        self._line = [f"--mbit={mbit}", f"--rtt-ms={rtt_ms}", f"--loss={loss}"]
         self._mtu = mtu
-        self._prefix = f"loco{os.getpid()}"
-        self._processes: list[subprocess.Popen[Any]] = []
         self._emulator: subprocess.Popen[Any] | None = None
 
-    def __enter__(self) -> Wan:
-        try:
-            for host in range(self.num_hosts):
-                _ip("netns", "add", self._name(host))
-            flags = [f"--{k}={v}" for k, v in zip(("mbit", "rtt-ms", "loss"), self._line)]  # noqa: B905
-            names = [self._name(host) for host in range(self.num_hosts)]
-            self._emulator = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.tun", *flags, *names],
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-            assert self._emulator.stdout is not None
-            if not self._emulator.stdout.readline():  # it says when the cards exist
-                raise RuntimeError("the emulator of the network ended at once")
-            for host in range(self.num_hosts):
-                self._configure(host)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def address(self, host: int) -> str:
-        """IPv4 address of a host."""
-        return _address(host)
+        """10.74.0.y; the last byte is what the emulator switches by."""
+        return f"10.74.0.{host + 1}"
 
-    def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start `command` on a host; options are those of Popen."""
-        inside = ["ip", "netns", "exec", self._name(host), *command]
-        process = subprocess.Popen(inside, start_new_session=True, **options)
-        self._processes.append(process)
-        return process
-
-    def counted(self, host: int) -> tuple[int, int]:
-        """Bytes that left and reached a host's card, IP headers included."""
-        script = f"cat /sys/class/net/{INTERFACE}/statistics/{{tx,rx}}_bytes"
-        done = subprocess.run(
-            ["ip", "netns", "exec", self._name(host), "bash", "-c", script],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        sent, received = map(int, done.stdout.split())
-        return sent, received
-
-    def blackhole(self, on: bool) -> None:
-        """Drop every packet, or carry them again."""
-        assert self._emulator is not None
-        self._emulator.send_signal(signal.SIGUSR1 if on else signal.SIGUSR2)
+    def _open(self) -> None:
+        names = [self._name(host) for host in range(self.num_hosts)]
+        for name in names:
+            run_tool("ip", "netns", "add", name)
+        self._emulator = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.tun", *self._line, *names],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._emulator.stdout is not None
+        if not self._emulator.stdout.readline():  # it says when the cards exist
+            raise RuntimeError("the emulator of the network ended at once")
+        for host in range(self.num_hosts):
+            self._configure(host)
 
     def close(self) -> None:
-        """Kill what was started, the emulator last; harmless if repeated."""
-        for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        """Kill what was started, then the emulator; remove the hosts. Harmless if repeated."""
+        super().close()
         if self._emulator is not None:
             self._emulator.kill()
             self._emulator.wait()
-        for host in range(self.num_hosts):
-            subprocess.run(
-                ["ip", "netns", "del", self._name(host)], check=False, capture_output=True
-            )
-
-    def _name(self, host: int) -> str:
-        return f"{self._prefix}w{host}"
 
     def _configure(self, host: int) -> None:
         name = self._name(host)
-        _ip("-n", name, "addr", "add", f"{_address(host)}/24", "dev", INTERFACE)
-        _ip(
-            "-n", name, "link", "set", INTERFACE, "mtu", str(self._mtu),
+        address = f"{self.address(host)}/24"
+        run_tool("ip", "-n", name, "addr", "add", address, "dev", INTERFACE)
+        run_tool(
+            "ip", "-n", name, "link", "set", INTERFACE, "mtu", str(self._mtu),
             "txqueuelen", str(TUN_QUEUE_PACKETS), "up",
         )  # fmt: skip
-        _ip("-n", name, "link", "set", "lo", "up")
-
-
-def _address(host: int) -> str:
-    return f"10.74.0.{host + 1}"
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+        run_tool("ip", "-n", name, "link", "set", "lo", "up")
 
 
 # --- the emulator's process -----------------------------------------------------------------------
@@ -167,7 +107,6 @@ class _Line:
     seconds_a_byte: float
     one_way_seconds: float
     loss: float
-    dark: bool = False
     random: random.Random = field(default_factory=lambda: random.Random(0))
     flying: list[tuple[float, int, int, bytes]] = field(default_factory=list)
     order: itertools.count[int] = field(default_factory=itertools.count)
@@ -182,7 +121,7 @@ class _Line:
         sent = max(now, sender.up_free) + seconds
         here = max(sent + self.one_way_seconds, receiver.down_free + seconds)
         backlog = max(sent - now, here - sent - self.one_way_seconds)
-        if self.dark or backlog > QUEUE_SECONDS or self.random.random() < self.loss:
+        if backlog > QUEUE_SECONDS or self.random.random() < self.loss:
             return
         sender.up_free, receiver.down_free = sent, here
         heapq.heappush(self.flying, (here, next(self.order), target, packet))
@@ -211,8 +150,6 @@ def main() -> None:
         one_way_seconds=args.rtt_ms / 2e3,
         loss=args.loss,
     )
-    signal.signal(signal.SIGUSR1, lambda *_: setattr(line, "dark", True))
-    signal.signal(signal.SIGUSR2, lambda *_: setattr(line, "dark", False))
     print("ready", flush=True)
     carry(line)
 

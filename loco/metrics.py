@@ -230,6 +230,11 @@ class SiteMetrics:
     """What each site does; as seen by the coordinator, or as told by heartbeats."""
 
     def __init__(self, catalogue: Catalogue) -> None:
+        self._rounds_and_steps(catalogue)
+        self._link_and_failures(catalogue)
+        self._members(catalogue)
+
+    def _rounds_and_steps(self, catalogue: Catalogue) -> None:
         gauge, counter = catalogue.gauge, catalogue.counter
         self.alive = gauge("loco_site_alive", "1 while the site is heard of, else 0.", "site")
         self.round = gauge("loco_site_round", "Round of the theta that the site holds.", "site")
@@ -271,6 +276,9 @@ class SiteMetrics:
             "Inner steps that the site skipped because a gradient was not finite.",
             "site",
         )
+
+    def _link_and_failures(self, catalogue: Catalogue) -> None:
+        gauge, counter = catalogue.gauge, catalogue.counter
         self.goodput = gauge(
             "loco_link_goodput_bytes_per_second",
             "Payload bytes a second while contributions go up or updates come down, last round.",
@@ -307,6 +315,9 @@ class SiteMetrics:
             "When the certificate ends with which the site last sent a heartbeat.",
             "site",
         )
+
+    def _members(self, catalogue: Catalogue) -> None:
+        gauge, counter = catalogue.gauge, catalogue.counter
         self.members = gauge(
             "loco_site_members",
             "Ranks that make the site's inner steps now; 0 where they cannot come and go.",

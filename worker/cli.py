@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from loco.commands import Bundle, Insecure
 from loco.errors import ConfigError
 from loco.log import start_logging
 from loco.processes import interrupt_on_sigterm
+
+if TYPE_CHECKING:
+    from worker.options import Options
 
 log = logging.getLogger("loco.worker")
 
@@ -133,18 +136,23 @@ def worker(
     for address in (metrics, lighthouse):
         if address is not None:
             split_address(address)
-    options.access.check(coordinator, site=site)
-    if elastic is not None and "LOCO_LIGHTHOUSE" not in os.environ:
+    _start(options, num_local=1 if world else num_local)
+
+
+def _start(options: Options, *, num_local: int) -> None:
+    """Be a rank, or start the ranks of this node and wait for them."""
+    options.access.check(options.coordinator, site=options.site)
+    if options.elastic is not None and "LOCO_LIGHTHOUSE" not in os.environ:
         from worker.elastic.supervisor import supervise
 
-        start_logging(site)
+        start_logging(options.site)
         sys.exit(supervise(options))
-    if elastic is None and not world and num_local > 1:
+    if options.elastic is None and num_local > 1:
         from worker.launch import launch
 
         sys.exit(launch(num_local, options))
     interrupt_on_sigterm()
-    start_logging(f"{site}/{os.environ.get('RANK', '0')}")
+    start_logging(f"{options.site}/{os.environ.get('RANK', '0')}")
 
     from worker.rank import run_rank
 
