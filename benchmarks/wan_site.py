@@ -36,17 +36,19 @@ class Pace:
         self._seconds = step_seconds
         self._generator = generator
         self.steps: list[tuple[float, float]] = []
+        self.cpu: list[tuple[float, float]] = []
         self.counters: list[tuple[int, int]] = []
 
     @torch.no_grad()
     def step(self) -> None:
         """Move the parameters; return when the step's time is over."""
-        started = time.monotonic()
+        started, cpu = time.monotonic(), time.thread_time()
         self.counters.append(card())
         for p, noise in zip(self._params, self._noise, strict=True):
             p.add_(noise, alpha=float(torch.randn((), generator=self._generator)))
         time.sleep(max(0.0, started + self._seconds - time.monotonic()))
         self.steps.append((started, time.monotonic()))
+        self.cpu.append((cpu, time.thread_time()))
 
     def report(self, steps_a_round: int) -> dict[str, float]:
         """From the first counted round's first step to the first step of the last round."""
@@ -54,10 +56,14 @@ class Pace:
         rounds = (last - first) / steps_a_round
         window = self.steps[last][0] - self.steps[first][0]
         computing = sum(end - start for start, end in self.steps[first:last])
+        outside = self.cpu[last][0] - self.cpu[first][0]
+        outside -= sum(end - start for start, end in self.cpu[first:last])
         sent, received = (b - a for a, b in zip(self.counters[first], self.counters[last]))  # noqa: B905
         return {
             "compute_utilisation": computing / window,
+            "steps_on_time": (last - first) * self._seconds / window,
             "sync_seconds": (window - computing) / rounds,
+            "sync_cpu_seconds": outside / rounds,
             "wire_bytes_up": sent / rounds,
             "wire_bytes_down": received / rounds,
             "rounds": rounds,

@@ -3,6 +3,10 @@
 theta and error feedback (EF) of the rank's rows lie in host memory as fp32. Per round (SparseLoCo,
 arXiv 2508.15706): delta = theta - params; a = beta * EF + delta; v = Q(TopK(a)); EF = a - v once
 the coordinator says that v is included, else EF = a.
+
+`encode` and `stage` may run beside inner steps, in another thread: they touch no parameter. On the
+thread that trains remain one copy of the parameters (`read`) and one pass over them
+(`write_parameters`).
 """
 
 from __future__ import annotations
@@ -46,6 +50,16 @@ class Staged:
     """Sum of squares of EF = a - v on this rank's rows."""
     keep: Callable[[], None]
     """Makes EF = a - v final, until the coordinator decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTheta:
+    """theta of the next round, made and not yet in force."""
+
+    theta: npt.NDArray[np.float32]
+    """This rank's rows, [rows * 4096]."""
+    hashes: npt.NDArray[np.uint64]
+    """Of each row, [rows]."""
 
 
 class Undoable(Protocol):
@@ -93,9 +107,15 @@ class Exchange:
         self._parameters = dict(model.named_parameters())
         self.rows = layout.shard(site.rank, site.num_ranks)
         self._theta = np.zeros(len(self.rows) * CHUNK, np.float32)
+        self._hashes = chunk_hashes(self._theta)
         self._ef = np.zeros_like(self._theta)
         self._sent: Sent | None = None
-        self._anchor = self._theta  # params at the last encode, or theta as written after it
+        # params at the last capture, or theta as written after it: then the same array, for theta
+        # changes only by exchanging it for another one.
+        self._anchor = self._theta
+        # Where the next theta and the next params are made. Fresh memory would cost page faults.
+        self._spare_theta = np.zeros_like(self._theta)
+        self._spare_params = np.zeros_like(self._theta)
         self.round = 0
         self.num_dropped = 0
         """Values of all rows that the last `retract` could not take back."""
@@ -107,7 +127,7 @@ class Exchange:
 
     def load(self, data: bytes, round_: int) -> None:
         """Take theta of this rank's rows from a snapshot; what EF held belongs to another theta."""
-        self._theta[:] = np.frombuffer(data, "<f4")
+        self._set_theta(np.frombuffer(data, "<f4"))
         self._ef[:] = 0
         self._sent = None
         self.round = round_
@@ -119,21 +139,25 @@ class Exchange:
         return OuterState(
             theta=torch.from_numpy(self._theta[here]),
             error_feedback=torch.from_numpy(self._ef[here]),
-            params=torch.from_numpy(self._read_rows()[here]),
+            params=torch.from_numpy(self._read_rows(np.zeros_like(self._theta))[here]),
         )
 
     def restore(self, state: OuterState, round_: int) -> None:
         """Take what `state` gave at that round, and write the replica."""
-        self._theta[:] = state.theta.numpy()
+        self._set_theta(state.theta.numpy())
         self._ef[:] = state.error_feedback.numpy()
         self._sent = None
-        self._anchor = self._theta.copy()
+        self._anchor = self._theta
         self._write_rows(state.params.numpy())
         self.round = round_
 
+    def _set_theta(self, theta: npt.NDArray[np.float32]) -> None:
+        self._theta[:] = theta
+        self._hashes = chunk_hashes(self._theta)
+
     def digest(self) -> str:
         """Digest of the whole theta; every rank hashes its own rows."""
-        hashes = b"".join(self._site.gather_bytes(chunk_hashes(self._theta).tobytes()))
+        hashes = b"".join(self._site.gather_bytes(self._hashes.tobytes()))
         return theta_digest(np.frombuffer(hashes, np.uint64))
 
     def write_parameters(self, *, keep_progress: bool = False) -> None:
@@ -143,16 +167,21 @@ class Exchange:
         since then are not lost, however many updates come first; they are in the next
         pseudo-gradient.
         """
-        rows = self._theta
-        if keep_progress:
-            rows = rows + (self._read_rows() - self._anchor)
-        self._anchor = self._theta.copy()
-        self._write_rows(rows)
+        if not keep_progress:
+            self._write_rows(self._theta)
+        elif self._site.group.size == 1:
+            self._move_parameters()
+        else:
+            rows = self._read_rows(np.zeros_like(self._theta))
+            rows -= self._anchor
+            rows += self._theta
+            self._write_rows(rows)
+        self._anchor = self._theta
 
     @contextmanager
     def theta_in_model(self) -> Iterator[None]:
         """Within it the replica holds theta without this site's progress since."""
-        params = self._read_rows()
+        params = self._read_rows(np.zeros_like(self._theta))
         self._write_rows(self._theta)
         try:
             yield
@@ -160,21 +189,22 @@ class Exchange:
             self._write_rows(params)
 
     def read(self) -> npt.NDArray[np.float32]:
-        """A copy of this rank's rows of the replica, [rows * 4096].
-
-        Raises:
-            NonFiniteError: names the tensor.
-        """
-        params = self._read_rows()
-        self._check_finite(params)
-        return params
+        """A copy of this rank's rows of the replica, [rows * 4096], for `capture`."""
+        if self._anchor is self._spare_params:  # captured, and not yet given back by an update
+            return self._read_rows(np.zeros_like(self._theta))
+        return self._read_rows(self._spare_params)
 
     def capture(self, params: npt.NDArray[np.float32]) -> None:
         """The pseudo-gradient is measured at what `read` gave; inner steps may go on."""
         self._anchor = params
 
     def encode(self, k: int) -> Staged:
-        """This rank's shard of the contribution that `capture` began: one payload a cell."""
+        """This rank's shard of the contribution that `capture` began: one payload a cell.
+
+        Raises:
+            NonFiniteError: names the tensor; EF is as it was.
+        """
+        self._check_finite()
         parts = self._encode_rows(self.rows, self._ef, k)
         body = b"".join(encoded.payload for _, encoded in parts)
         norm_sq = sum(encoded.norm_sq for _, encoded in parts)
@@ -225,12 +255,15 @@ class Exchange:
         (total,) = self._site.sum(dropped)
         self.num_dropped = int(total)
 
-    def apply(self, update: bytes) -> None:
-        """theta of this round becomes theta of the next."""
-        self._site.together(lambda: self._apply(update))
-        self.round += 1
+    def stage(self, update: bytes) -> NextTheta:
+        """theta of the next round, which `apply` will put in force; valid until the next one.
 
-    def _apply(self, update: bytes) -> None:
+        Raises:
+            PayloadError: the update is malformed; nothing has changed.
+        """
+        assert self._anchor is not self._spare_theta, "applied, and not written"
+        theta = self._spare_theta
+        np.copyto(theta, self._theta)
         offset = 0
         for cell in cells(range(self._layout.num_chunks)):
             length = codec.payload_length(update[offset : offset + codec.HEADER_BYTES])
@@ -239,11 +272,18 @@ class Exchange:
             own = range(max(cell.start, self.rows.start), min(cell.stop, self.rows.stop))
             if own:
                 apply_update(
-                    self._theta[self._slice(own)],
+                    theta[self._slice(own)],
                     payload,
                     cell_elements=len(cell) * CHUNK,
                     start=(own.start - cell.start) * CHUNK,
                 )
+        return NextTheta(theta=theta, hashes=chunk_hashes(theta))
+
+    def apply(self, staged: NextTheta) -> None:
+        """theta of this round becomes theta of the next; the replica stays as it is."""
+        self._spare_theta, self._theta = self._theta, staged.theta
+        self._hashes = staged.hashes
+        self.round += 1
 
     # --- for another rank that keeps the same rows ----------------------------------------------
 
@@ -261,7 +301,7 @@ class Exchange:
 
     def take(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Become what `give` gave on another rank."""
-        self._theta[:] = tensors["theta"].numpy()
+        self._set_theta(tensors["theta"].numpy())
         self._ef[:] = tensors["error_feedback"].numpy()
         self._anchor = tensors["anchor"].numpy()
         self.round = about["round"]
@@ -287,29 +327,45 @@ class Exchange:
 
     def _write_rows(self, rows: npt.NDArray[np.float32]) -> None:
         """Every rank's rows into the replica, equally on all ranks."""
-        whole = self._site.gather_rows(torch.from_numpy(rows), self._layout)
+        whole = torch.from_numpy(rows)
+        if self._site.group.size > 1:
+            whole = self._site.gather_rows(whole, self._layout)
         with torch.no_grad():
-            for p in self._layout.parameters:
-                flat = whole[p.start : p.start + p.numel]
-                self._parameters[p.name].copy_(flat.view(p.shape))
+            for parameter, here in self._whole_parameters():
+                parameter.copy_(whole[here].view(parameter.shape))
 
-    def _read_rows(self) -> npt.NDArray[np.float32]:
-        """This rank's rows of the parameters, copied to the host tensor by tensor."""
-        out = np.zeros_like(self._theta)
+    def _move_parameters(self) -> None:
+        """params <- theta + (params - anchor), in place, where this rank holds all rows."""
+        theta, anchor = torch.from_numpy(self._theta), torch.from_numpy(self._anchor)
+        with torch.no_grad():
+            for parameter, here in self._whole_parameters():
+                shape, device = parameter.shape, parameter.device
+                parameter.sub_(anchor[here].view(shape).to(device))
+                parameter.add_(theta[here].view(shape).to(device))
+
+    def _whole_parameters(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        """Each trainable parameter, and its elements of the padded buffer."""
+        for p in self._layout.parameters:
+            yield self._parameters[p.name], slice(p.start, p.start + p.numel)
+
+    def _read_rows(self, out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """This rank's rows of the parameters, copied to `out`, whose padding is zero."""
+        rows = torch.from_numpy(out)
         first, last = self.rows.start * CHUNK, self.rows.stop * CHUNK
         for p in self._layout.parameters:
             begin, end = max(p.start, first), min(p.start + p.numel, last)
             if begin < end:
                 flat = self._parameters[p.name].detach().reshape(-1)
-                out[begin - first : end - first] = flat[begin - p.start : end - p.start].cpu()
+                rows[begin - first : end - first].copy_(flat[begin - p.start : end - p.start])
         return out
 
-    def _check_finite(self, params: npt.NDArray[np.float32]) -> None:
-        finite = np.isfinite(params)
+    def _check_finite(self) -> None:
+        """NonFiniteError unless the captured params are finite."""
+        finite = np.isfinite(self._anchor)
         if not finite.all():
-            element = self.rows.start * CHUNK + int(np.argmin(finite))
-            name = self._layout.parameter_at(element).name
+            at = int(np.argmin(finite))
+            name = self._layout.parameter_at(self.rows.start * CHUNK + at).name
             raise NonFiniteError(
-                f"parameter {name} holds {params[np.argmin(finite)]} after round {self.round}; "
+                f"parameter {name} holds {self._anchor[at]} after round {self.round}; "
                 "nothing of it was sent. Lower inner.lr and start again from the last round"
             )

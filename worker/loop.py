@@ -18,6 +18,7 @@ from loco.wire.blocks import is_sound
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.elastic.replica import WorkerReplica
 from worker.entry import Entry
+from worker.exchange import NextTheta
 from worker.progress import Contribution
 from worker.site import MembersChanged
 from worker.trainee import Local
@@ -146,7 +147,7 @@ class Worker(Entry):
         with self._pulse.phase(pb.SITE_PHASE_COMPUTE):
             self._trainer.train(self._at.goal[1] - self._trainer.local_steps, plan)
             local = self._trainer.measure()
-        params = self._site.together(self._exchange.read)
+        params = self._exchange.read()
         self._site.transition(lambda: self._capture(params, local))
 
     def _capture(self, params: npt.NDArray[np.float32], local: Local) -> None:
@@ -285,7 +286,7 @@ class Worker(Entry):
             self._trainer.train(num_steps, plan)
 
     def _catch_up(self, directive: pb.WaitRoundResponse) -> None:
-        """Pull the update in parts, one a rank, and apply it everywhere."""
+        """Pull the update in parts, one a rank, and apply it everywhere at the same step."""
         if directive.included and not self._has_contributed():
             self._repeat(directive.plan, directive.data_cursor)
         if self._has_contributed():
@@ -294,20 +295,29 @@ class Worker(Entry):
             )  # EF must hold what was measured, though nobody waits for it
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
-            self._session.check_update(directive.entry, self._exchange.round, update)
+        with self._pulse.phase(pb.SITE_PHASE_APPLY):
+            staged = self._meanwhile.do(lambda: self._stage(directive, update))
         self._end_delay()
         with self._pulse.phase(pb.SITE_PHASE_APPLY):
-            self._site.transition(lambda: self._apply(directive, update))
+            self._site.transition(lambda: self._apply(directive, staged))
         self._say_fate(directive.included)
         due = self._exchange.round % self._options.checkpoint_every_rounds == 0
         if self._checkpoints and due:
             self._save_checkpoint()
 
-    def _apply(self, directive: pb.WaitRoundResponse, update: bytes) -> None:
+    def _stage(self, directive: pb.WaitRoundResponse, update: bytes) -> NextTheta:
+        """theta of the next round, if the update is the run's; while inner steps go on."""
+        round_ = self._exchange.round
+        if bytes_digest(update) != directive.update_digest:
+            raise LocoError(f"the update of round {round_} came with another digest than announced")
+        self._session.check_update(directive.entry, round_, update)
+        return self._exchange.stage(update)
+
+    def _apply(self, directive: pb.WaitRoundResponse, staged: NextTheta) -> None:
         """theta of this round becomes theta of the next, here and in the replica."""
         self._at.in_flight = False
         self._exchange.settle(included=directive.included)
-        self._exchange.apply(update)
+        self._exchange.apply(staged)
         self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
         self._report_theta(directive.theta_digest)
 
@@ -370,10 +380,7 @@ class Worker(Entry):
         rank, round_ = self._site.rank, self._exchange.round
         span = range(rank * size // ranks, (rank + 1) * size // ranks)
         part = self._meanwhile.do(lambda: self._session.pull(round_, span))
-        update = b"".join(self._site.gather_bytes(part))
-        if bytes_digest(update) != directive.update_digest:
-            raise LocoError(f"the update of round {round_} came with another digest than announced")
-        return update
+        return b"".join(self._site.gather_bytes(part))
 
     def _evaluate_if_due(self) -> None:
         """Measure theta every so many rounds, and the final one."""

@@ -47,7 +47,7 @@ class Operations(Protocol):
 
 _active: Operations = reference
 
-WORTH_COMPILING = 10_000_000  # elements
+WORTH_COMPILING = 4_000_000  # elements
 
 
 def operations() -> Operations:
@@ -75,7 +75,7 @@ def warm_up_beside(num_elements: int) -> None:
     """`warm_up` in a thread, if the model is large enough to be worth a compiler's time.
 
     The NumPy operations take 30 ms for a million elements, so that below the threshold a round
-    waits less than 0.3 s for them, while the compiler would take cores away from inner steps.
+    waits less than 0.12 s for them, while the compiler would take cores away from inner steps.
     """
     if num_elements >= WORTH_COMPILING:
         threading.Thread(target=warm_up, name="warm-up", daemon=True).start()

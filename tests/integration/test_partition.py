@@ -62,7 +62,7 @@ def test_progress_is_kept_over_any_number_of_updates(updates: int, steps_between
     theta = 0.0
     for i in range(updates):
         exchange.settle(included=i == 0)
-        exchange.apply(dense(padded(layout.num_elements, -4.0)))
+        exchange.apply(exchange.stage(dense(padded(layout.num_elements, -4.0))))
         exchange.write_parameters(keep_progress=True)
         theta += 4.0
         if steps_between:
@@ -83,10 +83,10 @@ def test_steps_after_an_update_are_measured_from_it() -> None:
     move(model, 1.0)
     contribute(exchange, 64)
     exchange.settle(included=True)
-    exchange.apply(dense(padded(layout.num_elements, -4.0)))
+    exchange.apply(exchange.stage(dense(padded(layout.num_elements, -4.0))))
     exchange.write_parameters()
     move(model, 0.5)
-    exchange.apply(dense(padded(layout.num_elements, -4.0)))
+    exchange.apply(exchange.stage(dense(padded(layout.num_elements, -4.0))))
     exchange.write_parameters(keep_progress=True)
     assert model.weight.detach().unique().tolist() == [8.5]
 

@@ -84,7 +84,7 @@ class OneRankSite:
 
     def follow(self, update: bytes) -> None:
         self.exchange.settle(included=True)
-        self.exchange.apply(update)
+        self.exchange.apply(self.exchange.stage(update))
         self.exchange.write_parameters()
 
 

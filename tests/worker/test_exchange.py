@@ -83,7 +83,7 @@ def test_error_feedback_over_three_rounds(model: Odd) -> None:
         ef = a - v if included else a
         np.testing.assert_array_equal(exchange.state(exchange.rows).error_feedback.numpy(), ef)
         update = codec.encode(a, k=K, bits=2).payload
-        exchange.apply(update)
+        exchange.apply(exchange.stage(update))
         apply_update(theta, update)
         exchange.write_parameters()
         np.testing.assert_array_equal(pack(model, layout), theta)
@@ -113,7 +113,7 @@ def test_inner_steps_made_while_the_update_was_away_are_kept(model: Odd) -> None
     train(model, 1)
     progress = pack(model, layout) - at_exchange
     exchange.settle(included=True)
-    exchange.apply(body)
+    exchange.apply(exchange.stage(body))
     exchange.write_parameters(keep_progress=True)
     theta_new = exchange.state(exchange.rows).theta.numpy()
     np.testing.assert_allclose(pack(model, layout), theta_new + progress, rtol=0, atol=1e-7)

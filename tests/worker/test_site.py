@@ -50,7 +50,7 @@ def exchange_a_round(site: Site, update: bytes | None) -> tuple[str, bytes, byte
         model.a -= 0.25
     body = contribute(exchange, 16)
     exchange.settle(included=True)
-    exchange.apply(body if update is None else update)
+    exchange.apply(exchange.stage(body if update is None else update))
     exchange.write_parameters()
     return digest, body, pack(model, layout).tobytes()
 

@@ -28,6 +28,7 @@ class ReplicatedExchange(Exchange):
 
     def encode(self, k: int) -> Staged:
         """All shards of the contribution; EF stays as it is until they are kept."""
+        self._check_finite()
         error_feedback = self._ef.copy()
         shards, parts = {}, []
         for shard in range(self._members.num_shards):
