@@ -1,18 +1,21 @@
 """The shell around the round machine: journals its events, carries out its effects, keeps time.
 
-One asyncio task at a time steps the machine; SQLite and the reducer run in threads. Whoever waits
-for the run to move on waits in `changed`.
+One asyncio task at a time steps the machine, with all the events that came while the one before it
+was journaled: they cost one sync together. SQLite and the reducer run in threads. Whoever waits for
+the run to move on waits in `changed`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 from coordinator.chain import Chain
 from coordinator.events import (
@@ -44,6 +47,7 @@ from coordinator.store import Store
 from loco import codec
 
 T = TypeVar("T")
+Answer: TypeAlias = Refuse | Duplicate | None
 TICK_SECONDS = 0.5
 RETRY_SECONDS = 2.0
 DISK_FULL = "the coordinator's disk is full: nothing is lost, it goes on when there is room"
@@ -52,6 +56,25 @@ log = logging.getLogger("loco.coordinator")
 # They change what no waiting site may do: to wake all of them for each would be quadratic in sites.
 _QUIET = (ShardStored, RoundClosed, SettingChanged, SnapshotRequested)
 SIGN_SECONDS = 1.0  # signs of life that come faster are not worth a step
+
+
+@dataclass
+class _Asked:
+    """An event that waits for its step, and the answer to whoever submitted it."""
+
+    event: Event
+    answer: asyncio.Future[Answer] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A step that the machine accepts; it counts once its event is in the journal."""
+
+    event: Event
+    state: State
+    effects: tuple[Effect, ...]
 
 
 class Engine:
@@ -80,7 +103,8 @@ class Engine:
         self._reducing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._steps: set[asyncio.Task[Refuse | Duplicate | None]] = set()
+        self._asked: list[_Asked] = []
+        self._steps: set[asyncio.Task[Answer]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reducer")
 
     async def start(self) -> None:
@@ -107,13 +131,15 @@ class Engine:
             await asyncio.to_thread(self._thread.shutdown)
             self.store.close()
 
-    async def submit(self, event: Event) -> Refuse | Duplicate | None:
+    async def submit(self, event: Event) -> Answer:
         """Step the machine; None when the event was accepted and, if durable, journaled.
 
         A caller that is cancelled (its client went away) does not interrupt the step: else the
         journal would hold an event that the state does not.
         """
-        step_in_turn = asyncio.create_task(self._submit(event))
+        asked = _Asked(event)
+        self._asked.append(asked)
+        step_in_turn = asyncio.create_task(self._in_turn(asked))
         self._steps.add(step_in_turn)
         step_in_turn.add_done_callback(self._steps.discard)
         return await asyncio.shield(step_in_turn)
@@ -126,64 +152,97 @@ class Engine:
 
     async def changed(self, timeout: float) -> None:
         """Return when the state has changed, or after `timeout` seconds."""
-        event = self._changed
-        try:
-            await asyncio.wait_for(event.wait(), timeout)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
 
     # --- stepping -------------------------------------------------------------------------------
 
-    async def _submit(self, event: Event) -> Refuse | Duplicate | None:
+    async def _in_turn(self, asked: _Asked) -> Answer:
         async with self._turn:
-            try:
-                return await self._step(event)
-            except Exception as error:
-                # The journal may hold what the state does not: stop, and let replay decide.
-                self._fail(error)
-                raise RefusedRequest(
-                    "", "the coordinator has failed; it must be restarted"
-                ) from error
+            if not asked.answer.done():  # else it was stepped with one that came before
+                await self._step_all_asked()
+        return asked.answer.result()
 
-    async def _step(self, event: Event) -> Refuse | Duplicate | None:
-        new, effects = step(self.state, event, time.monotonic())
-        for effect in effects:
-            if isinstance(effect, Refuse | Duplicate):
-                return effect
-        if event.durable:
-            full = await self._append(event)
-            if full is not None:
-                return full
-        self.state = new
-        self._observe(event, new)
-        if event.durable and not isinstance(event, _QUIET):
-            self._wake()
-        for effect in effects:
-            await self._carry_out(effect)
-        return None
-
-    async def _append(self, event: Event) -> Refuse | None:
-        """Journal the event, or refuse it where the disk is full: then it has not happened."""
+    async def _step_all_asked(self) -> None:
+        together, self._asked = self._asked, []
         try:
-            await asyncio.to_thread(self.store.journal.append, event, time.time())
+            await self._step(together)
+        except Exception as error:
+            # The journal may hold what the state does not: stop, and let replay decide.
+            self._fail(error)
+            for asked in together:
+                if not asked.answer.done():
+                    failed = RefusedRequest("", "the coordinator has failed; it must be restarted")
+                    failed.__cause__ = error
+                    asked.answer.set_exception(failed)
+
+    async def _step(self, together: list[_Asked]) -> None:
+        """Step the events one after the other, journal all, and only then answer and show them.
+
+        Where the disk is full no durable event has happened, nor what the machine decides after
+        one that is not: it decides the same at a later tick.
+        """
+        steps, answers = self._foresee(together)
+        durable = [taken.event for taken in steps if taken.event.durable]
+        full = await self._append(durable) if durable else None
+        if full is not None:
+            lasting = [asked for asked in together if not asked.event.durable]
+            steps, answers = self._foresee(lasting, decide=False)
+            answers |= {id(asked): full for asked in together if asked.event.durable}
+        for taken in steps:
+            self._show(taken)
+        for asked in together:
+            asked.answer.set_result(answers.get(id(asked)))
+
+    def _foresee(
+        self, together: list[_Asked], *, decide: bool = True
+    ) -> tuple[list[_Taken], dict[int, Answer]]:
+        """The steps that these events come to, and the answer to each that is not accepted.
+
+        With what the machine decides after them, unless not to `decide`.
+        """
+        state, now = self.state, time.monotonic()
+        steps: list[_Taken] = []
+        answers: dict[int, Answer] = {}
+        for asked in together:
+            events = [asked.event]
+            while events:
+                event = events.pop(0)
+                new, effects = step(state, event, now)
+                refusal = next((e for e in effects if isinstance(e, Refuse | Duplicate)), None)
+                if refusal is not None:
+                    if event is asked.event:
+                        answers[id(asked)] = refusal
+                    continue
+                state = new
+                steps.append(_Taken(event, state, effects))
+                events += [e.event for e in effects if isinstance(e, Emit) and decide]
+        return steps, answers
+
+    async def _append(self, events: list[Event]) -> Refuse | None:
+        """Journal the events, or refuse them where the disk is full: then they did not happen."""
+        try:
+            await asyncio.to_thread(self.store.journal.append, events, time.time())
         except sqlite3.OperationalError as error:
             if not is_disk_full(error):
                 raise
-            log.error("the journal cannot grow, %s waits: %s", type(event).__name__, error)
+            kinds = ", ".join(sorted({type(event).__name__ for event in events}))
+            log.error("the journal cannot grow, %s waits: %s", kinds, error)
             return Refuse(reason="disk_full", message=DISK_FULL)
         return None
 
-    async def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Emit(event=event):
-                # Refused only where the disk is full; the machine decides the same at a later tick.
-                await self._step(event)
-            case Reduce():
+    def _show(self, taken: _Taken) -> None:
+        """Make a journaled step the state of the run."""
+        self.state = taken.state
+        self._observe(taken.event, taken.state)
+        if taken.event.durable and not isinstance(taken.event, _QUIET):
+            self._wake()
+        for effect in taken.effects:
+            if isinstance(effect, Reduce):
                 self._spawn(self._reduce())
-            case Say():
+            elif isinstance(effect, Say):
                 self._observe(effect, self.state)
-            case _:
-                raise AssertionError(f"unknown effect {effect!r}")
 
     # --- reducing -------------------------------------------------------------------------------
 

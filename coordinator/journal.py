@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,15 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
             raise LocoError(f"the journal {path} cannot be opened: {error}") from error
 
-    def append(self, event: Event, at: float) -> None:
-        """Write one event and sync; `at` in Unix seconds."""
-        assert event.durable
-        kind, body = type(event).__name__, json.dumps(dataclasses.asdict(event), separators=_TIGHT)
+    def append(self, events: Sequence[Event], at: float) -> None:
+        """Write events in order, all or none, and sync once; `at` in Unix seconds."""
+        rows = [(at, *_row(event)) for event in events]
         reach("journal.before_append")
-        with self._lock:
-            self._db.execute(
+        with self._lock, self._db:  # which commits, or rolls back
+            self._db.execute("BEGIN")
+            self._db.executemany(
                 "INSERT INTO events (at, kind, body, digest) VALUES (?, ?, ?, ?)",
-                (at, kind, body, _digest(at, kind, body)),
+                [(*row, _digest(*row)) for row in rows],
             )
         reach("journal.after_append")
 
@@ -136,6 +136,12 @@ class Journal:
 
 def _digest(*fields: object) -> str:
     return xxhash.xxh3_64_hexdigest(repr(fields).encode())
+
+
+def _row(event: Event) -> tuple[str, str]:
+    """Kind and body."""
+    assert event.durable
+    return type(event).__name__, json.dumps(dataclasses.asdict(event), separators=_TIGHT)
 
 
 def _event(kind: str, body: str) -> Event:

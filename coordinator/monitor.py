@@ -301,9 +301,8 @@ class Monitor:
 
     # --- what the service tells -----------------------------------------------------------------
 
-    def contribution(self, event: ShardStored, num_values: int, seconds: float) -> None:
+    def contribution(self, event: ShardStored, num_values: int) -> None:
         """A shard was checked and decoded: so many values."""
-        self.metrics.codec.decode_seconds.observe(seconds)
         self._decoded[event.site, event.shard] = num_values
 
     def refused(self, reason: str, message: str) -> None:

@@ -63,6 +63,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             lambda direction, message: self._count("", direction, "control", message),
         )
         self._uploads = Uploads(engine, monitor, self._count)
+        self._small: tuple[int, asyncio.Task[pb.Block]] | None = None
 
     # --- the verbs ------------------------------------------------------------------------------
 
@@ -218,8 +219,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             update = state.updates[have_round]
             if update.size_bytes <= INLINE_BYTES:
                 with contextlib.suppress(FileNotFoundError):  # forgotten meanwhile: Pull says so
-                    data = await asyncio.to_thread(self._store.update(have_round).read_bytes)
-                    response.update.CopyFrom(make_block(data))
+                    response.update.CopyFrom(await self._small_update(have_round))
             if may_go_on(state, site, have_round):
                 plan = self._plan(state.round, state.settings, state.first_step)
                 response.next.CopyFrom(plan)
@@ -245,6 +245,12 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         elif word == "train":
             response.plan.CopyFrom(self._plan(state.round, state.settings, state.first_step))
         return response
+
+    async def _small_update(self, round_: int) -> pb.Block:
+        """The whole update, read once for all the sites that wait for it."""
+        if self._small is None or self._small[0] != round_:
+            self._small = (round_, asyncio.create_task(_read_block(self._store.update(round_))))
+        return await asyncio.shield(self._small[1])
 
     def _entry(self, kind: str, round_: int) -> pb.SignedEntry | None:
         """None where nothing is signed: in plaintext."""
@@ -355,6 +361,10 @@ class Service(pb_grpc.CoordinatorServiceServicer):
 
     def _count(self, site: str, direction: str, kind: str, message: Message) -> None:
         self._monitor.count(site, direction, kind, wire_size(message))
+
+
+async def _read_block(path: Path) -> pb.Block:
+    return make_block(await asyncio.to_thread(path.read_bytes))
 
 
 def _open_range(

@@ -1,7 +1,8 @@
 """Receiving one shard of a contribution: header, blocks, checks, disk, and only then the answer.
 
 Bytes gather in `incoming/`, under a name with their digest; a stream that breaks off leaves them
-there, and the next one goes on behind them.
+there, and the next one goes on behind them. The block that makes the shard whole is written where
+the file is synced, checked and renamed: a small shard costs one visit to a thread.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from google.protobuf.message import Message
 
@@ -53,6 +54,24 @@ class _Writer:
     finishing: bool = False
 
 
+@dataclass
+class _Upload:
+    """How far a stream has come with a shard."""
+
+    event: ShardStored
+    path: Path
+    offset: int
+    """Bytes that are in the file."""
+    last: bytes = b""
+    """The block behind them that makes the shard whole; not written yet."""
+    whole: bool = False
+    resumed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resumed = self.offset > 0
+        self.whole = self.offset == self.event.size_bytes
+
+
 class Uploads:
     """All Push streams of this process."""
 
@@ -63,7 +82,7 @@ class Uploads:
         self._limits = engine.store.config.limits
         self._writers: dict[Path, _Writer] = {}
         self._stored: Counter[tuple[int, str]] = Counter()  # round, site -> bytes of whole shards
-        self._checking = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._finishers = ThreadPoolExecutor(CHECKS_AT_ONCE, thread_name_prefix="upload")
 
     def offset(self, header: pb.PushHeader) -> int:
         """Bytes of this shard that are here already."""
@@ -82,13 +101,13 @@ class Uploads:
         first = await anext(requests, pb.PushRequest())
         header = first.header
         self._count(header.caller.site, "up", "contribution", first)
-        if first.WhichOneof("part") != "header":
+        if not first.HasField("header"):
             raise RefusedRequest("corrupt", "a push begins with its header")
         event = _event(header)
         duplicate = self._admit(header, event)
         if not duplicate:
             try:
-                duplicate = await self._receive(requests, header, event)
+                duplicate = await self._receive(first, requests, event)
             except OSError as error:
                 if not is_disk_full(error):
                     raise
@@ -101,14 +120,17 @@ class Uploads:
         return response
 
     async def _receive(
-        self, requests: AsyncIterator[pb.PushRequest], header: pb.PushHeader, event: ShardStored
+        self, first: pb.PushRequest, requests: AsyncIterator[pb.PushRequest], event: ShardStored
     ) -> bool:
-        path = self._incoming(header)
+        header, path = first.header, self._incoming(first.header)
         writer = await self._take(path, event)
+        work: asyncio.Future[Checked] | None = None
         try:
-            await self._write(requests, header, event, path, writer)
-            checked = await self._check(header, event, path)
-            return await self._accept(event, checked, path)
+            upload = _Upload(event, path, offset=header.offset)
+            await self._write(first, requests, upload, writer)
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._finishers, self._finish, upload)
+            return await self._accept(event, await asyncio.shield(work))
         except FileNotFoundError:
             answer = check_push(self._engine.state, event)
             raise_refusal(answer)  # the round is over, and its uploads were tidied away
@@ -116,8 +138,17 @@ class Uploads:
                 raise
             return True
         finally:
-            if self._writers.get(path) is writer:
-                del self._writers[path]
+            self._release(path, writer, work)
+
+    def _release(
+        self, path: Path, writer: _Writer, work: asyncio.Future[Checked] | None = None
+    ) -> None:
+        """Others may write the file once the thread that has it is done; its caller may be gone."""
+        if work is not None and not work.done():
+            work.add_done_callback(lambda done: done.exception())  # nobody else will ask for it
+            work.add_done_callback(lambda _: self._release(path, writer))
+        elif self._writers.get(path) is writer:
+            del self._writers[path]
 
     # --- before a byte is read ------------------------------------------------------------------
 
@@ -198,57 +229,60 @@ class Uploads:
 
     async def _write(
         self,
+        first: pb.PushRequest,
         requests: AsyncIterator[pb.PushRequest],
-        header: pb.PushHeader,
-        event: ShardStored,
-        path: Path,
+        upload: _Upload,
         writer: _Writer,
     ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            if header.offset > file.tell():
-                raise RefusedRequest(
-                    "", f"{file.tell()} bytes of the shard are here, not {header.offset}"
-                )
-            file.truncate(header.offset)
-            file.seek(header.offset)  # else `tell` still counts what was cut off
-            async for request in requests:
-                self._count(event.site, "up", "contribution", request)
-                await self._engine.heard(event.site, event.incarnation)
-                raise_refusal(check_push(self._engine.state, event))  # the round may have closed
-                async with writer.lock:
-                    _check_current(writer)
-                    await self._write_block(file, request.block, event)
+        """Take the blocks as they come, until the shard is whole or the stream ends."""
+        if first.HasField("block"):
+            await self._take_block(first.block, upload, writer)
+        while not upload.whole:
+            request = await anext(requests, None)
+            if request is None:
+                break
+            event = upload.event
+            self._count(event.site, "up", "contribution", request)
+            await self._engine.heard(event.site, event.incarnation)
+            raise_refusal(check_push(self._engine.state, event))  # the round may have closed
+            await self._take_block(request.block, upload, writer)
         async with writer.lock:  # a stream whose client went away ends like any other
             _check_current(writer)
             writer.finishing = True
 
-    async def _write_block(self, file: BinaryIO, block: pb.Block, event: ShardStored) -> None:
-        if not is_sound(block):
-            raise RefusedRequest("", f"a block of {event.site!r} was damaged on the way")
-        if file.tell() + len(block.data) > event.size_bytes:
-            raise RefusedRequest(
-                "corrupt",
-                f"shard {event.shard} of {event.site!r}: more bytes came than the "
-                f"{event.size_bytes} bytes that were declared",
-            )
-        await asyncio.to_thread(_write_through, file, block.data)
-        reach("upload.block_written")
+    async def _take_block(self, block: pb.Block, upload: _Upload, writer: _Writer) -> None:
+        data = _sound_data(block, upload.event, room=upload.event.size_bytes - upload.offset)
+        async with writer.lock:
+            _check_current(writer)
+            if upload.offset + len(data) == upload.event.size_bytes:
+                upload.last = data
+                upload.whole = True
+            else:
+                await asyncio.to_thread(_write_at, upload.path, upload.offset, data)
+                upload.offset += len(data)
 
     # --- checks and answer ----------------------------------------------------------------------
 
-    async def _check(self, header: pb.PushHeader, event: ShardStored, path: Path) -> Checked:
-        """Sync, size, digest, payload and magnitude; a whole file that fails is removed."""
+    def _finish(self, upload: _Upload) -> Checked:
+        """The last block, sync, checks, and its name among the contributions. In a thread.
+
+        A whole file that fails is removed.
+        """
+        event, path = upload.event, upload.path
+        _write_at(path, upload.offset, upload.last)
+        size = _sync(path)
         try:
-            async with self._checking:
-                checked, seconds = await asyncio.to_thread(self._inspect, header, event, path)
-            self._monitor.contribution(event, checked.num_values, seconds)
+            checked = self._inspect(upload, size)
             self._check_values(event, checked)
         except RefusedRequest:
-            # Not in the thread: if the caller is gone, another stream may have the file by now.
-            if path.stat().st_size >= event.size_bytes:
+            if size >= event.size_bytes:
                 path.unlink()
             raise
+        target = self._engine.store.contribution(
+            event.round, event.site, event.incarnation, event.shard, event.digest
+        )
+        rename_synced(path, target)
+        reach("upload.renamed")
         return checked
 
     def _check_values(self, event: ShardStored, checked: Checked) -> None:
@@ -261,18 +295,17 @@ class Uploads:
                 f"outer.max_value allows {config.outer.max_value:g}",
             )
 
-    def _inspect(
-        self, header: pb.PushHeader, event: ShardStored, path: Path
-    ) -> tuple[Checked, float]:
-        """What the shard holds, and the seconds that decoding took. In a thread, in one go."""
-        size, digest = _sync(path), file_digest(path).hex()
+    def _inspect(self, upload: _Upload, size: int) -> Checked:
+        """What the shard holds, if it is as its header says."""
+        event, path = upload.event, upload.path
+        digest = file_digest(path).hex()
         if size < event.size_bytes:  # a broken connection looks like an early end: no fault of it
             raise RefusedRequest(
                 "", f"{size} of {event.size_bytes} bytes are here: go on behind them"
             )
         if digest == event.digest:
             return self._decode(event, path)
-        if header.offset:  # what was here before may have been torn by a power cut: not its fault
+        if upload.resumed:  # what was here before may have been torn by a power cut: not its fault
             raise RefusedRequest("", "the bytes here were damaged: send the shard from its start")
         raise RefusedRequest(
             "corrupt",
@@ -280,27 +313,22 @@ class Uploads:
             f"{event.size_bytes} bytes with {event.digest[:16]} were declared",
         )
 
-    def _decode(self, event: ShardStored, path: Path) -> tuple[Checked, float]:
+    def _decode(self, event: ShardStored, path: Path) -> Checked:
         store = self._engine.store
         rows = store.layout.shard(event.shard, event.num_shards)
-        started = time.monotonic()
         try:
-            checked = check_contribution(path, rows, bits=store.config.codec.bits)
+            with self._monitor.metrics.codec.decode_seconds.time():
+                return check_contribution(path, rows, bits=store.config.codec.bits)
         except PayloadError as error:
             raise RefusedRequest(
                 "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
             ) from error
-        return checked, time.monotonic() - started
 
-    async def _accept(self, event: ShardStored, checked: Checked, path: Path) -> bool:
-        event = replace(event, norm_sq=checked.norm_sq)
-        target = self._engine.store.contribution(
-            event.round, event.site, event.incarnation, event.shard, event.digest
-        )
-        await asyncio.to_thread(rename_synced, path, target)
+    async def _accept(self, event: ShardStored, checked: Checked) -> bool:
+        """Journal the shard, whose file has its name; True for a repeat."""
+        self._monitor.contribution(event, checked.num_values)
         self._count_stored(event)
-        reach("upload.renamed")
-        answer = await self._engine.submit(event)
+        answer = await self._engine.submit(replace(event, norm_sq=checked.norm_sq))
         raise_refusal(answer)
         return isinstance(answer, Duplicate)
 
@@ -353,7 +381,8 @@ async def _until_stalled(
     began, received = time.monotonic(), 0
     while True:
         try:
-            request = await asyncio.wait_for(anext(iterator), STALL_SECONDS)
+            async with asyncio.timeout(STALL_SECONDS):
+                request = await anext(iterator)
         except StopAsyncIteration:
             return
         except TimeoutError:
@@ -369,9 +398,29 @@ async def _until_stalled(
         yield request
 
 
-def _write_through(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()  # so that the offset told after a crash of this process counts it
+def _sound_data(block: pb.Block, event: ShardStored, *, room: int) -> bytes:
+    """The bytes of a block, which were not damaged and fit."""
+    if not is_sound(block):
+        raise RefusedRequest("", f"a block of {event.site!r} was damaged on the way")
+    if len(block.data) > room:
+        raise RefusedRequest(
+            "corrupt",
+            f"shard {event.shard} of {event.site!r}: more bytes came than the "
+            f"{event.size_bytes} bytes that were declared",
+        )
+    return block.data
+
+
+def _write_at(path: Path, offset: int, data: bytes) -> None:
+    """Write behind the first `offset` bytes, and cut off what was there: the stream before may have
+    written on after it was asked for the offset."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        if offset > file.tell():
+            raise RefusedRequest("", f"{file.tell()} bytes of the shard are here, not {offset}")
+        file.truncate(offset)
+        file.write(data)  # at the end, wherever that is
+    reach("upload.block_written")
 
 
 def _sync(path: Path) -> int:

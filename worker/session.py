@@ -27,6 +27,7 @@ from loco.wire.access import Access, Link
 from loco.wire.blocks import is_sound, make_block
 from loco.wire.protocol import (
     BLOCK_BYTES,
+    INLINE_BYTES,
     PROTOCOL_VERSION,
     sizes_by_kind,
     wire_size,
@@ -206,6 +207,11 @@ class Session:
     def _push_messages(
         self, header: pb.PushHeader, body: bytes, watch: Watch
     ) -> Iterator[pb.PushRequest]:
+        left = len(body) - header.offset
+        if left <= INLINE_BYTES:  # with the header: half the messages of a small shard
+            block = make_block(body[header.offset :])
+            yield self._sent(pb.PushRequest(header=header, block=block), "contribution")
+            return
         yield self._sent(pb.PushRequest(header=header), "contribution")
         for start in range(header.offset, len(body), BLOCK_BYTES):
             watch.moved()

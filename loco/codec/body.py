@@ -178,4 +178,6 @@ class Reader:
 
     def _fields(self, section: str, unary: Bytes, counts: Ints, rice: Ints) -> Ints:
         fields = self._take_bits(section, int((counts * rice).sum()))
+        if not counts.any():  # often, in small payloads, and a call costs more than the check
+            return np.zeros(0, np.int64)
         return operations().unpack(unary, fields, counts, rice)

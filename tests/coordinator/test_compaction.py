@@ -47,6 +47,9 @@ def train(directory: Path) -> tuple[State, list[int], list[int]]:
         eventually(lambda: coordinator.state.phase == "open", "the round is open")  # noqa: B023
         member.contribute(round_, vector(LAYOUT, round_ % 7, scale=1e-2))
         eventually(lambda: coordinator.state.round == round_ + 1, "it is committed")  # noqa: B023
+        due = (round_ + 1) // EVERY * EVERY
+        # Entered last: before that, the old snapshot lies there beside the new one.
+        eventually(lambda: coordinator.running.engine.chain.get("snapshot", due), "it is tidy")  # noqa: B023
         num_bytes.append(directory_bytes(directory) - growing_bytes(directory))
         num_events.append(sum(1 for _ in coordinator.store.journal.replay(after=0)))
     state = coordinator.state

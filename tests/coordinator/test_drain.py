@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -100,10 +100,10 @@ def test_a_cancelled_caller_does_not_part_the_journal_from_the_state(tmp_path: P
     slow, writing = threading.Event(), threading.Event()
     append = store.journal.append
 
-    def append_slowly(event: Event, at: float) -> None:
+    def append_slowly(events: Sequence[Event], at: float) -> None:
         writing.set()
         assert slow.wait(10)
-        append(event, at)
+        append(events, at)
 
     async def scenario() -> Engine:
         engine = Engine(store, lambda _event, _state: None)

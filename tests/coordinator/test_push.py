@@ -107,6 +107,26 @@ def test_blocks_of_any_size_make_the_same_shard(coordinator: Coordinator, paris:
     assert files(coordinator) == [body]
 
 
+def test_a_small_shard_comes_with_its_header_in_one_message(
+    coordinator: Coordinator, paris: Member
+) -> None:
+    body = body_of()
+    message = pb.PushRequest(header=paris.header(0, body), block=make_block(body))
+    assert not paris.stub.Push(iter([message]), timeout=20).duplicate
+    assert files(coordinator) == [body]
+
+
+def test_a_whole_shard_is_answered_though_its_stream_stays_open(
+    coordinator: Coordinator, paris: Member
+) -> None:
+    body = body_of()
+    open_stream = Streaming(paris, paris.header(0, body))
+    open_stream.send(body)
+    assert not open_stream.answer.result(timeout=20).duplicate
+    open_stream.send(None)
+    assert files(coordinator) == [body]
+
+
 def test_a_push_beyond_the_message_ceiling_of_grpc(tmp_path: Path) -> None:
     """4 MB is gRPC's default limit of a message; a contribution is many messages."""
     layout = Layout.of([("a", (1500, 1024)), ("b", ())])

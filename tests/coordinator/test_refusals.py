@@ -167,7 +167,7 @@ def _(paris: Member, oslo: Member) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:  # the disk is the fault that is injected
-        patch.setattr(upload, "_write_through", full)
+        patch.setattr(upload, "_write_at", full)
         paris.push(0, BODY)
 
 

@@ -234,7 +234,7 @@ def test_an_unknown_event_names_the_remedy(tmp_path: Path) -> None:
     store.close()
     journal = Journal(tmp_path / "journal.sqlite")
     of_a_newer_version = type("SiteDanced", (SiteLost,), {})
-    journal.append(of_a_newer_version(site="paris", incarnation=1), 0.0)
+    journal.append([of_a_newer_version(site="paris", incarnation=1)], 0.0)
     journal.close()
     store = Store.open(tmp_path)
     with pytest.raises(LocoError, match="'SiteDanced' that this version of loco does not know"):

@@ -97,7 +97,7 @@ class Play:
             inner_steps=5,
             data_cursor=0,
         )
-        self.monitor.contribution(event, num_values, 0.01)
+        self.monitor.contribution(event, num_values)
         self.submit(event)
 
     def beat(self, site: str, **fields: Any) -> None:

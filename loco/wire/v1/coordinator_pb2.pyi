@@ -853,11 +853,11 @@ class PushRequest(_message.Message):
     BLOCK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___PushHeader:
-        """First message."""
+        """In the first message only."""
 
     @_builtins.property
     def block(self) -> Global___Block:
-        """Every further message."""
+        """In every further message; in the first one, if it is all that is left to send."""
 
     def __init__(
         self,
@@ -865,13 +865,11 @@ class PushRequest(_message.Message):
         header: Global___PushHeader | None = ...,
         block: Global___Block | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "header", b"header", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "header", b"header", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "block"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushRequest: _TypeAlias = PushRequest  # noqa: Y015
 
