@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 # Real servers and a real browser for tests/deploy and tests/observability.
-PACKAGES := prometheus chromium chromium-driver fonts-dejavu-core iproute2 \
+PACKAGES := prometheus chromium chromium-driver fonts-dejavu-core iproute2 nftables \
 	shellcheck systemd slurmctld slurmd slurm-client munge
 GENERATED := loco/wire/v1
 PROTO := proto/loco/wire/v1/coordinator.proto

@@ -8,6 +8,7 @@ PACKAGES = {
     "chromedriver": "chromium-driver",
     "chromium": "chromium",
     "ip": "iproute2",
+    "nft": "nftables",
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "munged": "munge",
