@@ -28,7 +28,7 @@ from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
 from loco.layout import CELL_CHUNKS, Layout
 from loco.model import build_model, layout_of, pack, unpack
-from loco.outer import OuterRules, Piece, alpha_at, k_at, outer_step
+from loco.outer import OuterRules, Piece, alpha_at, k_at, k_of_site, outer_step
 
 Array = npt.NDArray[np.float32]
 
@@ -70,11 +70,19 @@ class SimulatedSite:
             for group in self._inner.param_groups:
                 group["lr"] = lr_at(self._config.inner, step, total_steps(self._config))
             self._inner.zero_grad()
-            loss = self.model(*self._stream.batch(step))
+            loss = self.model(*self.batch(step))
             loss.backward()
             self._inner.step()
-            self._nats.append(loss.item())
+            self.note(loss.item())
         self._step += num_steps
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of an inner step."""
+        return self._stream.batch(step)
+
+    def note(self, nats: float) -> None:
+        """Training loss of an inner step."""
+        self._nats.append(nats)
 
     def exchanged(self) -> float:
         """Mean training loss in nats of the inner steps since the last call."""
@@ -90,11 +98,15 @@ class SimulatedSite:
 
 
 class Simulation:
-    """A whole run; `rounds()` trains, `evaluate()` measures the current theta."""
+    """A whole run; `rounds()` trains, `evaluate()` measures the current theta.
 
-    def __init__(self, config: Config) -> None:
+    With `exact_downlink` the update is sent as whole numbers instead of a few bits each.
+    """
+
+    def __init__(self, config: Config, *, exact_downlink: bool = False) -> None:
         corpora = config.data.sites or {"all": config.data.corpus}
         self._config = config
+        self._bits_down = 32 if exact_downlink else config.codec.bits
         self._sites = [SimulatedSite(config, *item) for item in sorted(corpora.items())]
         self.layout: Layout = layout_of(self._sites[0].model)
         assert self.layout.num_chunks <= CELL_CHUNKS, "the simulation handles models of one cell"
@@ -112,15 +124,13 @@ class Simulation:
         """Train round by round; after the last one the sites hold the final theta."""
         ahead = 0  # inner steps of this round that were made while the last exchange went on
         for round_ in range(self._config.run.rounds):
-            for site in self._sites:
-                site.train(self._config.inner.steps - ahead)
+            self._train(self._config.inner.steps - ahead)
             nats = [site.exchanged() for site in self._sites]
             anchors = [pack(site.model, self.layout) for site in self._sites]
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
             last = round_ + 1 == self._config.run.rounds
             ahead = 0 if last else self._config.outer.delay_steps
-            for site in self._sites:
-                site.train(ahead)
+            self._train(ahead)
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
             for site, anchor in zip(self._sites, anchors, strict=True):
                 progress = pack(site.model, self.layout) - anchor
@@ -142,13 +152,20 @@ class Simulation:
         site.write(replica, self.layout)
         return measured
 
+    def _train(self, num_steps: int) -> None:
+        """Inner steps at all sites."""
+        for site in self._sites:
+            site.train(num_steps)
+
     def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
         return codec.encode_feedback(
             self.theta,
             pack(self._sites[index].model, self.layout),
             self._ef[index],
             beta=self._config.outer.beta,
-            k=k_at(self._config.codec, round_),
+            k=k_of_site(
+                k_at(self._config.codec, round_), self._config.codec.k_sites, len(self._sites)
+            ),
             bits=self._config.codec.bits,
         )
 
@@ -157,7 +174,7 @@ class Simulation:
             aggregation=self._config.outer.aggregation,
             alpha=alpha_at(self._config.outer, round_),
             momentum=self._config.outer.momentum,
-            bits=self._config.codec.bits,
+            bits=self._bits_down,
         )
         size, weight = self.theta.size, 1 / len(payloads)
         return outer_step(

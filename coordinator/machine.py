@@ -236,10 +236,12 @@ def _stored(state: State, event: ShardStored, now: float) -> State:
 def _opened(state: State, event: RoundOpened, now: float) -> State:
     assert event.round == state.round
     settings = state.next_settings if state.phase == "gathering" else state.settings
+    first = state.round == 0 and state.phase == "gathering"
     return replace(
         state,
         phase="open",
         settings=settings,
+        num_sites=len(event.expected) if first else state.num_sites,
         expected=event.expected,
         deadline_at=now + state.rules.deadline_seconds,
     )
@@ -255,6 +257,7 @@ def _committed(state: State, event: RoundCommitted) -> State:
         included={name: state.contributions[name] for name in state.included},
         settings=state.settings,
         first_step=state.first_step,
+        num_sites=state.num_sites,
     )
     sites = dict(state.sites)
     for name in state.included:
@@ -279,6 +282,7 @@ def _committed(state: State, event: RoundCommitted) -> State:
         updates={**_since(state.updates, oldest), event.round: update},
         quorum_at=None,
         first_step=state.first_step + state.inner_steps,
+        num_sites=len(state.included),
         snapshot_due=False,
     )
 

@@ -39,7 +39,7 @@ from coordinator.history import HISTORY_FILE, RUN, History, HistoryFile
 from coordinator.keys import Keys
 from coordinator.measure import directory_bytes, measure_update, support_overlap
 from coordinator.notes import Note, order_words
-from coordinator.settings import in_force
+from coordinator.settings import in_force, k_of_round
 from coordinator.state import State, Update
 from coordinator.status import status_document
 from coordinator.store import Store
@@ -264,7 +264,7 @@ class Monitor:
         self._inner_steps = state.inner_steps
         run.inner_steps.set(state.inner_steps)
         run.alpha.set(in_force("outer.alpha", config, state.settings, state.round))
-        run.k.set(in_force("codec.k", config, state.settings, state.round))
+        run.k.set(k_of_round(config, state, state.round))
         last = state.updates.get(state.round - 1)
         statuses = Counter(site.status for site in state.sites.values())
         counts = {

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
 from coordinator.monitor import Monitor
 from coordinator.probe import Probes
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
-from coordinator.settings import in_force
+from coordinator.settings import in_force, k_of_round
+from coordinator.state import State, Update
 from coordinator.upload import Uploads
 from loco.config import check_site_name
 from loco.errors import ConfigError
@@ -221,8 +222,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 with contextlib.suppress(FileNotFoundError):  # forgotten meanwhile: Pull says so
                     response.update.CopyFrom(await self._small_update(have_round))
             if may_go_on(state, site, have_round):
-                plan = self._plan(state.round, state.settings, state.first_step)
-                response.next.CopyFrom(plan)
+                response.next.CopyFrom(self._plan(state.round, state))
             mine = update.included.get(site)
             response.update_bytes = update.size_bytes
             response.update_digest = bytes.fromhex(update.digest)
@@ -232,7 +232,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             if mine is not None:
                 response.included = True
                 response.data_cursor = mine.data_cursor
-                response.plan.CopyFrom(self._plan(have_round, update.settings, update.first_step))
+                response.plan.CopyFrom(self._plan(have_round, update))
                 response.plan.inner_steps = mine.inner_steps
         elif word == "resync":
             if have_round in state.digests:  # else the site was only away for too long
@@ -243,7 +243,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             if (entry := self._entry("snapshot", snapshot.round)) is not None:
                 response.entry.CopyFrom(entry)
         elif word == "train":
-            response.plan.CopyFrom(self._plan(state.round, state.settings, state.first_step))
+            response.plan.CopyFrom(self._plan(state.round, state))
         return response
 
     async def _small_update(self, round_: int) -> pb.Block:
@@ -257,14 +257,15 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         entry = self._engine.chain.get(kind, round_)
         return pb.SignedEntry(**vars(entry)) if entry is not None and entry.signature else None
 
-    def _plan(self, round_: int, settings: Mapping[str, float], first_step: int) -> pb.RoundPlan:
+    def _plan(self, round_: int, made: State | Update) -> pb.RoundPlan:
+        """What a site is to do in the current round, or did in that of an update."""
         config = self._store.config
-        inner_steps = int(in_force("inner.steps", config, settings, round_))
+        inner_steps = int(in_force("inner.steps", config, made.settings, round_))
         return pb.RoundPlan(
             inner_steps=inner_steps,
-            first_step=first_step,
-            total_steps=first_step + (config.run.rounds - round_) * inner_steps,
-            k=int(in_force("codec.k", config, settings, round_)),
+            first_step=made.first_step,
+            total_steps=made.first_step + (config.run.rounds - round_) * inner_steps,
+            k=k_of_round(config, made, round_),
         )
 
     # --- checks ---------------------------------------------------------------------------------

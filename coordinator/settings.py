@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coordinator.state import State
+from coordinator.state import State, Update
 from loco.config import Config
-from loco.outer import alpha_at, k_at
+from loco.outer import alpha_at, k_at, k_of_site
 
 _CONFIGURED: dict[str, Callable[[Config, int], float]] = {
     "outer.alpha": lambda config, round_: alpha_at(config.outer, round_),
@@ -22,6 +22,12 @@ _CONFIGURED: dict[str, Callable[[Config, int], float]] = {
 def in_force(key: str, config: Config, ordered: Mapping[str, float], round_: int) -> float:
     """The value of a round whose operators have ordered `ordered`."""
     return ordered.get(key, _CONFIGURED[key](config, round_))
+
+
+def k_of_round(config: Config, made: State | Update, round_: int) -> int:
+    """Values of a chunk that each site sends: `codec.k`, shared where there are many."""
+    k = int(in_force("codec.k", config, made.settings, round_))
+    return k_of_site(k, config.codec.k_sites, made.num_sites)
 
 
 def settings_document(config: Config, state: State) -> dict[str, dict[str, Any]]:

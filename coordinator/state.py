@@ -90,6 +90,8 @@ class Update:
     settings: Mapping[str, float]
     """Those of its round, and the run's inner steps before it: how its contributions were made."""
     first_step: int
+    num_sites: int = 1
+    """Sites that shared `codec.k` in its round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,10 @@ class State:
     hold: Hold = "none"
     first_step: int = 0
     """Inner steps of the run before the current round."""
+    num_sites: int = 1
+    """Sites that share `codec.k` in the current round: as many as the last update included, in
+    round 0 those that it opened for. So it depends on what the run did, and not on who is just
+    starting again when the round opens."""
     snapshot_due: bool = False
 
     @property

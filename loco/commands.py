@@ -134,6 +134,7 @@ def plan(
     ] = None,
     rtt_ms: Annotated[float, typer.Option(help="Round trip to the coordinator, ms.")] = 50.0,
     k: Annotated[int, typer.Option(help="Values kept of each chunk of 4096.")] = 64,
+    k_sites: Annotated[int, typer.Option(help="Sites that send so many; more share them.")] = 3,
     bits: Annotated[int, typer.Option(help="Bits of a sent value: 1, 2, or 32 for dense.")] = 2,
     steps: Annotated[int, typer.Option(help="H: inner steps a round.")] = 30,
     delay_steps: Annotated[
@@ -156,6 +157,7 @@ def plan(
         sites=sites,
         ranks=ranks,
         k=k,
+        k_sites=k_sites,
         bits=bits,
         inner_steps=steps,
         delay_steps=delay_steps,

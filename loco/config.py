@@ -198,6 +198,9 @@ class CodecConfig(_Section):
     k_start: Annotated[int, Field(ge=1, le=4096)] | None = None
     """k of the first round; falls geometrically to `k` over `k_ramp_rounds`."""
     k_ramp_rounds: Annotated[int, Field(ge=0)] = 0
+    k_sites: PositiveInt = 3
+    """Up to so many sites each send k values of a chunk. More sites share: each then sends k *
+    k_sites / their number, and the update does not grow with them."""
 
     @model_validator(mode="after")
     def _ramp(self) -> Self:

@@ -18,6 +18,7 @@ from loco.codec import HEADER_BYTES, encode
 from loco.codec.backend import WORTH_COMPILING
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout, cells
+from loco.outer import k_of_site
 from loco.wire.protocol import BLOCK_BYTES, INLINE_BYTES
 
 DENSE_BITS = 32
@@ -42,7 +43,9 @@ class Setting:
     ranks: int
     """Ranks of each site: they encode and decode in parallel."""
     k: int
-    """Values kept of each chunk of 4096."""
+    """Values kept of each chunk of 4096 (`codec.k`)."""
+    k_sites: int
+    """Sites that send so many; more share them (`codec.k_sites`)."""
     bits: int
     """Of a sent value: 1 or 2, or 32 for dense."""
     inner_steps: int
@@ -101,6 +104,7 @@ def check(setting: Setting) -> None:
         ("--sites", setting.sites, 1, 1000),
         ("--ranks", setting.ranks, 1, 100_000),
         ("--k", setting.k, 1, CHUNK),
+        ("--k-sites", setting.k_sites, 1, 1000),
         ("--steps", setting.inner_steps, 1, 1_000_000),
         ("--delay-steps", setting.delay_steps, 0, setting.inner_steps),
         ("--step-seconds", setting.step_seconds, 1e-6, 1e6),
@@ -166,7 +170,7 @@ def contribution_size(setting: Setting) -> tuple[int, int]:
     """(bytes that a site sends in a round, values in them)."""
     layout, ranks = setting.layout, min(setting.ranks, setting.layout.num_chunks)
     headers = sum(len(list(cells(layout.shard(rank, ranks)))) for rank in range(ranks))
-    body, values = _body(layout, setting.k, setting.bits)
+    body, values = _body(layout, _k_of_site(setting), setting.bits)
     return _framed(body + headers * HEADER_BYTES) + ranks * ENVELOPE_BYTES, values
 
 
@@ -176,11 +180,16 @@ def update_size(setting: Setting) -> tuple[int, int]:
     The update holds as many values a chunk as the sites sent different positions of it. Here the
     sites' choices are independent; real ones agree a little more, and the update is smaller.
     """
-    missed = (1 - setting.k / CHUNK) ** setting.sites
+    sent = _k_of_site(setting)
+    missed = (1 - sent / CHUNK) ** setting.sites
     union = max(1, round(CHUNK * (1 - missed)))
-    body, values = _body(setting.layout, union, setting.bits, of=(setting.sites, setting.k))
+    body, values = _body(setting.layout, union, setting.bits, of=(setting.sites, sent))
     headers = len(list(cells(range(setting.layout.num_chunks))))
     return _framed(body + headers * HEADER_BYTES), values
+
+
+def _k_of_site(setting: Setting) -> int:
+    return k_of_site(setting.k, setting.k_sites, setting.sites)
 
 
 def advice(setting: Setting) -> list[str]:

@@ -44,6 +44,7 @@ def setting_of_config(path: Path, setting: Setting) -> Setting:
         setting,
         layout=layout_of_config(config),
         k=k_at(config.codec, config.run.rounds),
+        k_sites=config.codec.k_sites,
         bits=config.codec.bits,
         inner_steps=config.inner.steps,
         delay_steps=config.outer.delay_steps,

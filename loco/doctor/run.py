@@ -184,6 +184,7 @@ class Run:
             sites=max(self.config.quorum.min_sites, self.status["sites_alive"], 1),
             ranks=ranks,
             k=k_at(self.config.codec, self.status["round"]),
+            k_sites=self.config.codec.k_sites,
             bits=self.config.codec.bits,
             inner_steps=self.config.inner.steps,
             delay_steps=self.config.outer.delay_steps,

@@ -30,6 +30,15 @@ def k_at(codec: Density, round_: int) -> int:
     return round(codec.k_start * math.pow(codec.k / codec.k_start, exponent))
 
 
+def k_of_site(k: int, k_sites: int, num_sites: int) -> int:
+    """Values that a site keeps of a chunk where `num_sites` take part in the round.
+
+    Up to `k_sites` sites send k each; more sites share what so many would send, so that the union
+    of their positions, and with it the update, stays as small (docs/results/downlink_*.md).
+    """
+    return max(1, round(k * min(1.0, k_sites / num_sites)))
+
+
 class Alpha(Protocol):
     """`[outer]` of the config, likewise."""
 

@@ -18,7 +18,7 @@ def exact_run(seed: int, rounds: int = ENDLESS) -> Raw:
         "model": _model(dim=32, num_layers=1),
         "data": {"batch": 4},
         "inner": {"steps": 2, "max_local_steps": 2, "warmup_steps": 0},
-        "codec": {"k": 256},
+        "codec": {"k": 256, "k_sites": 1},
         "quorum": {
             "min_sites": 2,
             "grace_seconds": 3600.0,

@@ -47,7 +47,7 @@ def sites(coordinator: Coordinator) -> Iterator[tuple[Member, Member]]:
         yield paris, oslo
 
 
-def contribute(sites: tuple[Member, Member], round_: int) -> None:
+def contribute(sites: tuple[Member, ...], round_: int) -> None:
     for seed, site in enumerate(sites):
         site.contribute(round_, vector(LAYOUT, 10 * round_ + seed, scale=1e-2))
     coordinator = sites[0].coordinator
@@ -80,6 +80,43 @@ def test_the_plan_of_a_round_comes_with_the_order_to_train(
     contribute(sites, 0)
     plan = sites[1].wait(1, timeout=10).plan
     assert (plan.inner_steps, plan.first_step, plan.total_steps, plan.k) == (7, 7, 14, 64)
+
+
+def test_sites_share_k_as_the_last_update_had_many(tmp_path: Path) -> None:
+    """k = 60 for one site: two that open the run send 30 each, three in an update 20 from then on.
+
+    What a site is told of a round in the past does not change, nor does a restart change anything.
+    """
+    config = config_of(
+        quorum={"min_sites": 2, "grace_seconds": 3600.0},
+        run={"rounds": 4},
+        codec={"k": 60, "k_sites": 1},
+    )
+    with coordinating(create_store(tmp_path, config)) as coordinator:
+        with (
+            Member(coordinator, "paris") as paris,
+            Member(coordinator, "oslo") as oslo,
+            Member(coordinator, "kyoto") as kyoto,
+        ):
+            paris.enter()
+            oslo.enter()
+            digests = [coordinator.state.theta_digest]
+            assert paris.wait(0, digests[0], timeout=10).plan.k == 30
+            kyoto.enter()
+            contribute((paris, oslo), 0)
+            digests.append(coordinator.state.theta_digest)
+            assert kyoto.wait(0, digests[0]).directive == pb.DIRECTIVE_UPDATE
+            for site in (paris, oslo, kyoto):
+                assert site.wait(1, digests[1], timeout=10).plan.k == 30
+            contribute((paris, oslo, kyoto), 1)
+            digests.append(coordinator.state.theta_digest)
+            assert oslo.wait(2, digests[2], timeout=10).plan.k == 20
+            assert coordinator.metric("loco_values_per_chunk") == 20
+    with coordinating(Store.open(tmp_path)) as again, Member(again, "paris") as paris:
+        assert again.state.num_sites == 3
+        paris.enter()
+        told = paris.wait(1, digests[1])
+        assert (told.directive, told.plan.k) == (pb.DIRECTIVE_UPDATE, 30)
 
 
 def test_an_update_says_who_is_in_it(

@@ -32,6 +32,7 @@ SETTING = Setting(
     sites=2,
     ranks=1,
     k=64,
+    k_sites=1000,
     bits=2,
     inner_steps=30,
     delay_steps=0,
@@ -74,6 +75,14 @@ def test_an_update_of_independent_sites_has_the_predicted_size(sites: int, k: in
     update = outer_step(rules, pieces, theta=theta, residual=residual, momentum=None)
     predicted, _ = update_size(replace(SETTING, layout=layout, sites=sites, k=k))
     assert predicted == pytest.approx(len(update), rel=0.05, abs=400)
+
+
+def test_an_update_does_not_grow_with_sites_that_share_k() -> None:
+    sizes = [update_size(replace(SETTING, k_sites=4, sites=n))[0] for n in (2, 4, 8, 16, 32)]
+    assert sizes[0] < 0.7 * sizes[1]
+    assert sizes[1:] == pytest.approx([sizes[1]] * 4, rel=0.1)
+    sent = [contribution_size(replace(SETTING, k_sites=4, sites=n))[0] for n in (4, 16)]
+    assert 0.2 < sent[1] / sent[0] < 0.4
 
 
 def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
@@ -243,6 +252,7 @@ def test_the_wan_benchmark_measured_what_the_plan_says() -> None:
             sites=run["sites"],
             ranks=1,
             k=run["k"],
+            k_sites=3,
             bits=2,
             inner_steps=run["inner_steps"],
             delay_steps=0,

@@ -6,7 +6,7 @@ pytest tests/loco/outer/test_schedule.py
 from __future__ import annotations
 
 from loco.config import CodecConfig, OuterConfig
-from loco.outer import alpha_at, k_at
+from loco.outer import alpha_at, k_at, k_of_site
 
 
 def test_k_falls_geometrically_and_then_stays() -> None:
@@ -16,6 +16,11 @@ def test_k_falls_geometrically_and_then_stays() -> None:
 
 def test_k_without_a_ramp() -> None:
     assert {k_at(CodecConfig(k=32), round_) for round_ in range(3)} == {32}
+
+
+def test_many_sites_share_what_a_few_would_send() -> None:
+    sent = [k_of_site(64, 3, sites) for sites in (1, 2, 3, 4, 6, 20, 200, 1000)]
+    assert sent == [64, 64, 64, 48, 32, 10, 1, 1]
 
 
 def test_alpha_is_that_of_the_last_step_reached() -> None:
