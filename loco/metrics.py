@@ -176,7 +176,10 @@ class RunMetrics:
         self.held = gauge("loco_run_held", "1 while an operator has paused or drained it, else 0.")
         self.inner_steps = gauge("loco_inner_steps_per_round", "H of the current round.")
         self.alpha = gauge("loco_outer_alpha", "Outer learning rate of the current round.")
-        self.k = gauge("loco_values_per_chunk", "k: values kept of each chunk in the round.")
+        self.k = gauge(
+            "loco_values_per_chunk",
+            "Values that each site keeps of a chunk in the round: k, shared where sites are many.",
+        )
         self.plaintext = gauge(
             "loco_plaintext",
             "1 while everyone who reaches the coordinator's address may read and command in "

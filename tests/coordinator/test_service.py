@@ -92,26 +92,26 @@ def test_sites_share_k_as_the_last_update_had_many(tmp_path: Path) -> None:
         run={"rounds": 4},
         codec={"k": 60, "k_sites": 1},
     )
-    with coordinating(create_store(tmp_path, config)) as coordinator:
-        with (
-            Member(coordinator, "paris") as paris,
-            Member(coordinator, "oslo") as oslo,
-            Member(coordinator, "kyoto") as kyoto,
-        ):
-            paris.enter()
-            oslo.enter()
-            digests = [coordinator.state.theta_digest]
-            assert paris.wait(0, digests[0], timeout=10).plan.k == 30
-            kyoto.enter()
-            contribute((paris, oslo), 0)
-            digests.append(coordinator.state.theta_digest)
-            assert kyoto.wait(0, digests[0]).directive == pb.DIRECTIVE_UPDATE
-            for site in (paris, oslo, kyoto):
-                assert site.wait(1, digests[1], timeout=10).plan.k == 30
-            contribute((paris, oslo, kyoto), 1)
-            digests.append(coordinator.state.theta_digest)
-            assert oslo.wait(2, digests[2], timeout=10).plan.k == 20
-            assert coordinator.metric("loco_values_per_chunk") == 20
+    with (
+        coordinating(create_store(tmp_path, config)) as coordinator,
+        Member(coordinator, "paris") as paris,
+        Member(coordinator, "oslo") as oslo,
+        Member(coordinator, "kyoto") as kyoto,
+    ):
+        paris.enter()
+        oslo.enter()
+        digests = [coordinator.state.theta_digest]
+        assert paris.wait(0, digests[0], timeout=10).plan.k == 30
+        kyoto.enter()
+        contribute((paris, oslo), 0)
+        digests.append(coordinator.state.theta_digest)
+        assert kyoto.wait(0, digests[0]).directive == pb.DIRECTIVE_UPDATE
+        for site in (paris, oslo, kyoto):
+            assert site.wait(1, digests[1], timeout=10).plan.k == 30
+        contribute((paris, oslo, kyoto), 1)
+        digests.append(coordinator.state.theta_digest)
+        assert oslo.wait(2, digests[2], timeout=10).plan.k == 20
+        assert coordinator.metric("loco_values_per_chunk") == 20
     with coordinating(Store.open(tmp_path)) as again, Member(again, "paris") as paris:
         assert again.state.num_sites == 3
         paris.enter()
