@@ -71,7 +71,7 @@ proto: $(READY) ## regenerate the gRPC code
 	PATH=$(BIN):$$PATH && $(call PROTOC,.)
 
 evidence: chaos bench ## the slow measurements of docs/results (hours on 2 cores)
-	$(BIN)/python -m benchmarks.convergence --out build/convergence.jsonl --algorithm sparseloco diloco
+	$(BIN)/python -m benchmarks.convergence --out build/convergence.jsonl --method sparseloco diloco
 	$(BIN)/python -m benchmarks.scape_loss --optimizer scape --lr 4e-3
 
 chaos: $(READY) ## real processes, 200 faults, and what became of the run (root; 30-60 minutes)

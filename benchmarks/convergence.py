@@ -1,30 +1,39 @@
-"""Loss against bytes: a resumable grid of simulated runs, one JSON line a run.
+"""Loss against bytes: a resumable grid of runs, one JSON line a run.
 
-    python -m benchmarks.convergence --out build/runs.jsonl                # the demo's recipe
+    python -m benchmarks.convergence --out build/runs.jsonl                    # SparseLoCo, seed 0
     python -m benchmarks.convergence --out build/runs.jsonl \\
-        --algorithm sparseloco diloco --seed 0 1 --vary inner.lr 3e-3 6e-3 --vary codec.k 64 256
+        --method ddp localsgd diloco torchft-diloco sparseloco --seed 0 1 2
+    python -m benchmarks.convergence --out build/runs.jsonl --model small \\
+        --vary codec.k 32 64 128 --vary inner.steps 10 15 30 60 --steps 900
 
-Every combination of algorithm, seed and varied keys runs once, from the tiny preset as `loco demo`
-would run it; a combination whose line is in the file already is skipped. One thread, so that the
-CPU seconds of a run can be compared with those of another.
+Every combination of method (benchmarks/methods.py), seed and varied keys runs once; a combination
+whose line is in the file already is skipped. Sites are simulated in this process, on one thread,
+by the code of a real run (benchmarks/simulation.py); torchft's DiLoCo runs in processes of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
+import subprocess
 import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.simulation import Round, Simulation, total_steps
+from benchmarks.methods import METHODS, MODELS, Method, changed, config_of
+from benchmarks.simulation import Round, Simulation, all_reduce_bytes, total_steps
+from benchmarks.torchft_diloco import torchft_run
 from loco.config import Config
-from loco.demo.config import ALGORITHMS, INNER, DemoOptions, demo_config
+
+TRACES = ("train_bpb", "bytes_up", "bytes_down", "ef_norm", "support_overlap")
+DIGITS = 6  # significant ones of a trace: what a plot can show
 
 
 def main() -> None:
@@ -32,14 +41,14 @@ def main() -> None:
     torch.set_num_threads(1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
-    done = {json.loads(line)["config_hash"] for line in lines}
+    done = {json.loads(line)["key"] for line in lines}
     for label, config in grid(arguments):
-        if config.hash() in done:
+        if label["key"] in done:
             continue
-        result = label | run(config)
+        result = label | run(config, METHODS[label["method"]])
         with arguments.out.open("a") as file:
             file.write(json.dumps(result) + "\n")
-        print(summary(label, result), flush=True)
+        print(summary(result), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,11 +56,13 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; runs in it are done")
-    parser.add_argument("--algorithm", nargs="+", default=["sparseloco"], choices=ALGORITHMS)
-    parser.add_argument("--inner", default="scape", choices=INNER)
+    parser.add_argument("--method", nargs="+", default=["sparseloco"], choices=METHODS)
+    parser.add_argument("--model", default="demo", choices=MODELS)
+    parser.add_argument("--data", default="eras", choices=("eras", "iid"), help="of the sites")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="instead of the preset's")
+    parser.add_argument("--steps", type=int, help="inner steps of the whole run, whatever H is")
     parser.add_argument(
         "--vary",
         nargs="+",
@@ -64,37 +75,60 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def grid(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Config]]:
-    """Every combination as (what was varied, config)."""
+    """Every combination as (what identifies it, config)."""
     keys = [key for key, *_ in arguments.vary]
     values = [[tomllib.loads(f"x = {text}")["x"] for text in texts] for _, *texts in arguments.vary]
-    for algorithm, seed in itertools.product(arguments.algorithm, arguments.seed):
-        options = DemoOptions(
-            algorithm=algorithm,
-            inner=arguments.inner,
+    for name, seed, *combination in itertools.product(arguments.method, arguments.seed, *values):
+        base = config_of(
+            METHODS[name],
+            model=arguments.model,
             sites=arguments.sites,
-            ranks=1,
+            iid=arguments.data == "iid",
             rounds=arguments.rounds,
             seed=seed,
         )
-        base, _ = demo_config(options)
-        for combination in itertools.product(*values):
-            changes = dict(zip(keys, combination, strict=True))
-            yield {"algorithm": algorithm, "seed": seed, "changes": changes}, changed(base, changes)
+        changes = dict(zip(keys, combination, strict=True))
+        config = changed(base, changes)
+        if arguments.steps:
+            rounds = max(1, arguments.steps // config.inner.steps)
+            config = changed(config, {"run.rounds": rounds})
+        label = {
+            "key": key_of(METHODS[name], config),
+            "method": name,
+            "model": arguments.model,
+            "data": arguments.data,
+            "sites": arguments.sites,
+            "seed": seed,
+            "changes": changes,
+        }
+        yield label, config
 
 
-def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """The config with dotted keys replaced; None (TOML has none) is the string "none"."""
-    raw = config.model_dump()
-    for key, value in changes.items():
-        section, field = key.split(".")
-        raw[section][field] = None if value == "none" else value
-    return Config.model_validate(raw)
+def key_of(method: Method, config: Config) -> str:
+    """Names a run. Keys at their defaults do not count, so that a new one makes nothing stale."""
+    said = json.dumps([method.runner, config.model_dump(mode="json", exclude_defaults=True)])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Simulate one run and measure loss and bytes."""
+def run(config: Config, method: Method) -> dict[str, Any]:
+    """One run: loss, bytes, and what happened in each round."""
+    commit = ["git", "describe", "--always", "--dirty"]
+    found = torchft_run(config) if method.runner == "torchft" else simulated_run(config, method)
+    return {
+        "rounds": config.run.rounds,
+        "inner_steps": config.inner.steps,
+        "lr": config.inner.lr,
+        "k": config.codec.k,
+        "tokens_per_site": total_steps(config) * config.data.batch * config.model.seq_len,
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        **found,
+    }
+
+
+def simulated_run(config: Config, method: Method) -> dict[str, Any]:
+    """Train in this process."""
     started = time.process_time()
-    simulation = Simulation(config)
+    simulation = Simulation(config, data_parallel=method.runner == "data_parallel")
     losses = {0: simulation.evaluate()}
     rounds: list[Round] = []
     for done in simulation.rounds():
@@ -102,39 +136,38 @@ def run(config: Config) -> dict[str, Any]:
         every = config.eval.every_rounds
         if len(rounds) == config.run.rounds or (every and len(rounds) % every == 0):
             losses[len(rounds)] = simulation.evaluate()
+    dense = simulation.layout.dense_bytes
+    traces: dict[str, list[float]] = {
+        name: [short(getattr(done, name)) for done in rounds] for name in TRACES
+    }
+    if method.runner == "data_parallel":
+        sent = config.inner.steps * all_reduce_bytes(dense, len(config.data.sites))
+        traces |= {"bytes_up": [sent] * len(rounds), "bytes_down": [sent] * len(rounds)}
     return {
-        "config_hash": config.hash(),
         "params": simulation.layout.num_parameters,
-        "rounds": config.run.rounds,
-        "tokens_per_site": total_steps(config) * config.data.batch * config.model.seq_len,
+        "dense_bytes": dense,
         "val_bpb": losses,
         "val_bpb_end": losses[len(rounds)],
-        "train_bpb_end": rounds[-1].train_bpb,
-        "cpu_seconds": time.process_time() - started,
-        **traffic(rounds, dense_bytes=simulation.layout.dense_bytes),
+        "times_smaller_up": len(rounds) * dense / sum(traces["bytes_up"]),
+        "times_smaller_down": len(rounds) * dense / sum(traces["bytes_down"]),
+        "times_smaller_up_last_round": dense / traces["bytes_up"][-1],
+        "last_round": asdict(rounds[-1]),
+        "cpu_seconds": round(time.process_time() - started, 1),
+        "traces": traces,
     }
 
 
-def traffic(rounds: list[Round], *, dense_bytes: int) -> dict[str, float]:
-    """Bytes of one site, and how many times smaller they are than dense fp32 rounds."""
-    up = sum(done.bytes_up for done in rounds)
-    down = sum(done.bytes_down for done in rounds)
-    last = rounds[-1]
-    return {
-        "bytes_up": up,
-        "bytes_down": down,
-        "times_smaller_up": len(rounds) * dense_bytes / up,
-        "times_smaller_down": len(rounds) * dense_bytes / down,
-        "times_smaller_up_last_round": dense_bytes / last.bytes_up,
-        "bits_per_value_up_last_round": 8 * last.bytes_up / last.values_up,
-    }
+def short(value: float) -> float:
+    """A number with six digits, whole where it was whole."""
+    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
-def summary(label: dict[str, Any], result: dict[str, Any]) -> str:
+def summary(result: dict[str, Any]) -> str:
     return (
-        f"{label['algorithm']} seed {label['seed']} {label['changes']}: "
-        f"{result['val_bpb_end']:.4f} bits per byte, up {result['times_smaller_up']:.0f}x smaller "
-        f"({result['times_smaller_up_last_round']:.0f}x in the last round), "
+        f"{result['method']} {result['model']} {result['data']} seed {result['seed']} "
+        f"{result['changes']}: {result['val_bpb_end']:.4f} bits per byte, "
+        f"up {result['times_smaller_up']:.3g}x smaller "
+        f"({result['times_smaller_up_last_round']:.3g}x in the last round), "
         f"{result['cpu_seconds']:.0f} s"
     )
 

@@ -45,22 +45,24 @@ class Round:
     values_up: int
     """Values in those bytes."""
     bytes_down: int
+    ef_norm: float
+    """L2 norm of what a site has not sent yet, the mean over sites."""
+    support_overlap: float
+    """Share of the sent values whose position another site sent, too."""
 
 
 class SimulatedSite:
-    """One site with one rank: its replica, its inner optimizer, its data and its EF."""
+    """One site with one rank: its replica, its inner optimizer and its data.
 
-    def __init__(self, config: Config, name: str, corpus: str) -> None:
+    With several streams it takes a batch of each in every step: data-parallel training of as many
+    sites, which average their gradients.
+    """
+
+    def __init__(self, config: Config, streams: list[DataStream]) -> None:
         self._config = config
         self.model = build_model(config.model, seed=config.run.seed)
         self._inner = build_inner(config.inner, self.model, Group())
-        self._stream = DataStream(
-            load_parts(corpus, "train"),
-            seq_len=config.model.seq_len,
-            batch=config.data.batch,
-            seed=config.run.seed,
-            site=name,
-        )
+        self._streams = streams
         self._step = 0
         self._nats: list[float] = []
 
@@ -78,7 +80,8 @@ class SimulatedSite:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of an inner step."""
-        return self._stream.batch(step)
+        inputs, targets = zip(*(stream.batch(step) for stream in self._streams), strict=True)
+        return torch.cat(inputs), torch.cat(targets)
 
     def note(self, nats: float) -> None:
         """Training loss of an inner step."""
@@ -100,14 +103,19 @@ class SimulatedSite:
 class Simulation:
     """A whole run; `rounds()` trains, `evaluate()` measures the current theta.
 
-    With `exact_downlink` the update is sent as whole numbers instead of a few bits each.
+    With `exact_downlink` the update is sent as whole numbers instead of a few bits each. With
+    `data_parallel` the sites of the config share one replica and average gradients in every step,
+    on the samples that each would have taken alone.
     """
 
-    def __init__(self, config: Config, *, exact_downlink: bool = False) -> None:
-        corpora = config.data.sites or {"all": config.data.corpus}
+    def __init__(
+        self, config: Config, *, exact_downlink: bool = False, data_parallel: bool = False
+    ) -> None:
         self._config = config
         self._bits_down = 32 if exact_downlink else config.codec.bits
-        self._sites = [SimulatedSite(config, *item) for item in sorted(corpora.items())]
+        streams = streams_of(config)
+        groups = [streams] if data_parallel else [[stream] for stream in streams]
+        self._sites = [SimulatedSite(config, group) for group in groups]
         self.layout: Layout = layout_of(self._sites[0].model)
         assert self.layout.num_chunks <= CELL_CHUNKS, "the simulation handles models of one cell"
         self.theta: Array = pack(self._sites[0].model, self.layout)
@@ -141,6 +149,8 @@ class Simulation:
                 bytes_up=sum(len(encoded.payload) for encoded in sent) // len(sent),
                 values_up=sum(len(encoded.indices) for encoded in sent) // len(sent),
                 bytes_down=len(update),
+                ef_norm=float(np.mean([np.linalg.norm(ef) for ef in self._ef])),
+                support_overlap=support_overlap([encoded.indices for encoded in sent]),
             )
 
     def evaluate(self) -> float:
@@ -187,6 +197,38 @@ class Simulation:
             residual=self._residual,
             momentum=self._momentum,
         )
+
+
+def streams_of(config: Config) -> list[DataStream]:
+    """The data of every site, sites in order of their names, as contributions are added."""
+    corpora = config.data.sites or {"all": config.data.corpus}
+    return [
+        DataStream(
+            load_parts(corpus, "train"),
+            seq_len=config.model.seq_len,
+            batch=config.data.batch,
+            seed=config.run.seed,
+            site=name,
+        )
+        for name, corpus in sorted(corpora.items())
+    ]
+
+
+def support_overlap(supports: list[npt.NDArray[np.int64]]) -> float:
+    """Of all sent values, the share whose position at least two sites sent; 0 for one site.
+
+    `supports` are the sent positions of each site, [num_values] int64, none twice.
+    """
+    sent = np.concatenate(supports)
+    if not len(sent):
+        return 0.0
+    senders = np.bincount(sent)  # [largest position + 1]
+    return float(np.mean(senders[sent] > 1))
+
+
+def all_reduce_bytes(dense_bytes: int, sites: int) -> int:
+    """Bytes that a member of a ring sends to average `dense_bytes`: reduce-scatter, all-gather."""
+    return 2 * dense_bytes * (sites - 1) // sites
 
 
 def total_steps(config: Config) -> int:

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.netns import INTERFACE
+from benchmarks.torchft_diloco import manager_of
 from loco.config import Config, load_config
 from loco.model import build_model
 
@@ -147,7 +147,6 @@ def torchft_site(args: argparse.Namespace, config: Config) -> Pace:
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # else it takes the loopback, where nobody is
     os.environ.setdefault("RUST_LOG", "error")
     from torch.distributed import TCPStore
-    from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
     model = build_model(config.model, seed=config.run.seed)
@@ -155,14 +154,9 @@ def torchft_site(args: argparse.Namespace, config: Config) -> Pace:
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     store = TCPStore(args.address, 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=120)),
-        load_state_dict=model.load_state_dict, state_dict=model.state_dict,
-        min_replica_size=args.sites, use_async_quorum=False, init_sync=False,
-        timeout=timedelta(seconds=120), quorum_timeout=timedelta(seconds=120),
-        rank=0, world_size=1, store_addr=args.address, store_port=store.port,
-        lighthouse_addr=f"http://{args.coordinator}", replica_id=args.site, hostname=args.address,
-    )  # fmt: skip
+    manager = manager_of(
+        model, store, sites=args.sites, site=args.site, lighthouse=args.coordinator
+    )
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     bucket = {"use_bucketization": True, "bucket_cap_mb": args.bucket_mb} if args.bucket_mb else {}

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from benchmarks.simulation import Simulation, total_steps
+from benchmarks.simulation import Simulation, support_overlap, total_steps
 from loco.config import Config
 from loco.data import DataStream, load_parts
 from loco.inner.build import build_inner, lr_at
@@ -53,6 +54,28 @@ def test_bytes_and_loss_of_a_compressed_run_of_two_sites() -> None:
         assert done.bytes_up < done.bytes_down < 2.5 * done.bytes_up
 
 
+def test_data_parallel_sites_average_the_gradients_of_their_own_samples() -> None:
+    """Plain SGD: one step on the joined batch is the mean of the steps that the sites make."""
+    sites = {"paris": "sotu:1790-1799", "oslo": "sotu:2000-2009"}
+    inner = {"steps": 1, "warmup_steps": 0, "optimizer": "sgd", "lr": 0.5, "max_grad_norm": 0.0}
+    config = Config.model_validate(
+        TINY | DENSE | {"data": {"batch": 2, "sites": sites}, "inner": inner, "run": {"rounds": 2}}
+    )
+    averaged, joined = Simulation(config), Simulation(config, data_parallel=True)
+    start = averaged.theta.copy()
+    for _ in zip(averaged.rounds(), joined.rounds(), strict=True):
+        pass
+    assert np.abs(averaged.theta - start).max() > 1e-3
+    np.testing.assert_allclose(joined.theta, averaged.theta, atol=1e-6)
+
+
+def test_overlap_of_supports_counts_what_another_site_sent_too() -> None:
+    supports = [np.array([0, 2, 5]), np.array([2, 3, 4]), np.array([2, 7])]
+    assert support_overlap(supports) == pytest.approx(3 / 8)
+    assert support_overlap([np.array([1, 2])]) == 0.0
+    assert support_overlap([np.array([], dtype=np.int64)] * 2) == 0.0
+
+
 def locally_trained(config: Config) -> np.ndarray:
     model = build_model(config.model, seed=config.run.seed)
     inner = build_inner(config.inner, model, Group())
@@ -73,11 +96,14 @@ def test_the_grid_runs_as_its_help_says(tmp_path: Path) -> None:
     out = tmp_path / "runs.jsonl"
     command = [
         sys.executable, "-m", "benchmarks.convergence", "--out", str(out), "--rounds", "1",
-        "--vary", "inner.steps", "2", "--vary", "codec.k", "32", "--vary", "outer.delay_steps", "1",
+        "--model", "small", "--vary", "inner.steps", "2", "--vary", "codec.k", "32", "--vary", "outer.delay_steps", "1",
     ]  # fmt: skip
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "bits per byte" in first.stdout
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert again.stdout == ""
     (line,) = out.read_text().splitlines()
-    assert json.loads(line)["changes"]["outer.delay_steps"] == 1
+    found = json.loads(line)
+    assert found["changes"]["outer.delay_steps"] == 1
+    assert found["val_bpb_end"] < found["val_bpb"]["0"]
+    assert found["traces"]["bytes_up"] == [found["last_round"]["bytes_up"]]

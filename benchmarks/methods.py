@@ -1,0 +1,117 @@
+"""The methods that benchmarks.convergence compares: what each changes in the demo's config.
+
+All start from the tiny preset with AdamW and dense synchronisation inside the sites, so that the
+outer loop is what differs; `scape` alone has the preset's own inner optimizer. Peak learning rates
+are those of the lowest loss in the same search for each: "Learning rates" in
+docs/results/convergence_cpu_2026-11-30.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from loco.config import Config
+from loco.demo.config import DemoOptions, demo_config
+
+MODELS: dict[str, dict[str, Any]] = {
+    "small": {
+        "model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.num_kv_heads": 1,
+        "model.ffn_dim": 192,
+    },
+    "demo": {},
+    "3m": {
+        "model.dim": 256, "model.num_heads": 8, "model.num_kv_heads": 4, "model.ffn_dim": 768,
+    },
+    "125m": {
+        "model.dim": 768, "model.num_layers": 18, "model.num_heads": 12, "model.num_kv_heads": 4,
+        "model.ffn_dim": 2304, "model.tie_embeddings": False,
+    },
+}  # fmt: skip
+"""Changes to the preset by name: 0.12, 0.82, 3.2 and 124 million parameters."""
+
+NO_RAMP = {"codec.k_start": "none", "codec.k_ramp_rounds": 0}
+DENSE = {**NO_RAMP, "codec.bits": 32, "outer.beta": 0.0}
+AVERAGED = {**DENSE, "outer.aggregation": "mean", "outer.alpha": 1.0}
+NESTEROV = {
+    **DENSE, "outer.aggregation": "nesterov", "outer.alpha": 0.7, "outer.momentum": 0.9,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to train several sites together."""
+
+    title: str
+    """As a table names it."""
+    lr: dict[str, float]
+    """Peak inner learning rate by name of the model."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Dotted config keys; "none" stands for None."""
+    inner: Literal["dense", "scape"] = "dense"
+    runner: Literal["sites", "data_parallel", "torchft"] = "sites"
+
+
+SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
+DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4, "125m": 8e-4}
+DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 3e-3}
+
+METHODS: dict[str, Method] = {
+    "ddp": Method(
+        title="DDP AdamW, gradients averaged every step",
+        lr=DENSE_LR, changes=AVERAGED, runner="data_parallel",
+    ),
+    "localsgd": Method(title="LocalSGD, dense averaging", lr=DENSE_LR, changes=AVERAGED),
+    "diloco": Method(title="dense DiLoCo of ours", lr=DILOCO_LR, changes=NESTEROV),
+    "torchft-diloco": Method(
+        title="torchft's DiLoCo, real processes", lr=DILOCO_LR, changes=NESTEROV, runner="torchft",
+    ),
+    "mean": Method(
+        title="SparseLoCo, mean", lr=SPARSE_LR, changes={**NO_RAMP, "outer.aggregation": "mean"},
+    ),
+    "sparseloco": Method(title="SparseLoCo, contributors' mean", lr=SPARSE_LR, changes=NO_RAMP),
+    "ramp": Method(title="SparseLoCo, the preset's ramp of k", lr=SPARSE_LR),
+    "overlap": Method(
+        title="SparseLoCo, 5 steps of overlap", lr=SPARSE_LR,
+        changes={**NO_RAMP, "outer.delay_steps": 5},
+    ),
+    "scape": Method(
+        title="SparseLoCo, SCAPE inside the sites",
+        lr={name: 2 * lr for name, lr in SPARSE_LR.items()}, changes=NO_RAMP, inner="scape",
+    ),
+    "one-bit": Method(
+        title="SparseLoCo, one bit a value", lr=SPARSE_LR, changes={**NO_RAMP, "codec.bits": 1},
+    ),
+}  # fmt: skip
+
+
+def config_of(
+    method: Method, *, model: str, sites: int, iid: bool, rounds: int | None, seed: int
+) -> Config:
+    """The config of one run. With `iid` every site draws from the whole corpus, else from an era.
+
+    Raises:
+        ConfigError: `sites` is out of the demo's range.
+    """
+    options = DemoOptions(
+        algorithm="sparseloco",
+        inner=method.inner,
+        sites=sites,
+        ranks=1,
+        rounds=rounds,
+        seed=seed,
+    )
+    base, _ = demo_config(options)
+    changes = MODELS[model] | {"inner.lr": method.lr[model]} | method.changes
+    if iid:
+        changes |= {"data.sites": dict.fromkeys(base.data.sites, base.data.corpus)}
+    return changed(base, changes)
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """The config with dotted keys replaced; None (TOML has none) is the string "none"."""
+    raw = config.model_dump()
+    for key, value in changes.items():
+        section, field_ = key.split(".")
+        raw[section][field_] = None if value == "none" else value
+    return Config.model_validate(raw)
