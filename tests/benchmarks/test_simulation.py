@@ -96,7 +96,8 @@ def test_the_grid_runs_as_its_help_says(tmp_path: Path) -> None:
     out = tmp_path / "runs.jsonl"
     command = [
         sys.executable, "-m", "benchmarks.convergence", "--out", str(out), "--rounds", "1",
-        "--model", "small", "--vary", "inner.steps", "2", "--vary", "codec.k", "32", "--vary", "outer.delay_steps", "1",
+        "--model", "small", "--vary", "inner.steps", "2", "--vary", "codec.k", "32",
+        "--vary", "outer.delay_steps", "1",
     ]  # fmt: skip
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "bits per byte" in first.stdout
