@@ -70,9 +70,8 @@ docs: $(READY) ## regenerate docs/reference, and build the site into build/site
 proto: $(READY) ## regenerate the gRPC code
 	PATH=$(BIN):$$PATH && $(call PROTOC,.)
 
-evidence: chaos bench ## the slow measurements of docs/results (hours on 2 cores)
-	$(BIN)/python -m benchmarks.convergence --out build/convergence.jsonl --method sparseloco diloco
-	$(BIN)/python -m benchmarks.scape_loss --optimizer scape --lr 4e-3
+evidence: $(READY) ## measure again what README's tables show, small, and rewrite them (root; 40 minutes)
+	$(BIN)/python -m benchmarks.evidence
 
 chaos: $(READY) ## real processes, 200 faults, and what became of the run (root; 30-60 minutes)
 	$(BIN)/python -m tests.chaos --faults 200 --seed 1 --json

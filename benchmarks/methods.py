@@ -1,8 +1,8 @@
 """The methods that benchmarks.convergence compares: what each changes in the demo's config.
 
 All start from the tiny preset with AdamW and dense synchronisation inside the sites, so that the
-outer loop is what differs; `scape` alone has the preset's own inner optimizer. Peak learning rates
-are those of the lowest loss in the same search for each: "Learning rates" in
+outer loop is what differs; only `scape` and `preset` have the preset's own inner optimizer. Peak
+learning rates are those of the lowest loss in the same search for each: "Learning rates" in
 docs/results/convergence_cpu_2026-11-30.md.
 """
 
@@ -53,6 +53,7 @@ class Method:
 
 
 SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
+SCAPE_LR = {name: 2 * lr for name, lr in SPARSE_LR.items()}
 DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4, "125m": 8e-4}
 DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 3e-3}
 
@@ -71,13 +72,14 @@ METHODS: dict[str, Method] = {
     ),
     "sparseloco": Method(title="SparseLoCo, contributors' mean", lr=SPARSE_LR, changes=NO_RAMP),
     "ramp": Method(title="SparseLoCo, the preset's ramp of k", lr=SPARSE_LR),
+    "preset": Method(title="the preset as it is: ramp, SCAPE", lr=SCAPE_LR, inner="scape"),
     "overlap": Method(
         title="SparseLoCo, 5 steps of overlap", lr=SPARSE_LR,
         changes={**NO_RAMP, "outer.delay_steps": 5},
     ),
     "scape": Method(
         title="SparseLoCo, SCAPE inside the sites",
-        lr={name: 2 * lr for name, lr in SPARSE_LR.items()}, changes=NO_RAMP, inner="scape",
+        lr=SCAPE_LR, changes=NO_RAMP, inner="scape",
     ),
     "one-bit": Method(
         title="SparseLoCo, one bit a value", lr=SPARSE_LR, changes={**NO_RAMP, "codec.bits": 1},

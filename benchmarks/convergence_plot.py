@@ -1,0 +1,172 @@
+"""Draw the plots of the convergence grid from its JSON lines.
+
+    python -m benchmarks.convergence_plot     # docs/results/convergence_*_cpu_2026-11-30.png
+
+Loss against tokens, bytes and time; loss against k for each H; EF and supports over the rounds.
+The clock is that of a model of 1 B parameters whose inner step takes a second, by `loco plan`'s
+formulas: a model as small as the one that was trained would wait for nothing but round trips.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+from benchmarks.convergence_tables import RESULTS, Run, is_main, load
+from benchmarks.methods import METHODS, changed, config_of
+from benchmarks.simulation import all_reduce_bytes
+from loco.layout import Layout
+from loco.outer import k_at
+from loco.plan import Setting, predict
+
+CLOCK_PARAMS, STEP_SECONDS, RTT_MS, RANKS = 10**9, 1.0, 50.0, 8
+SHOWN = ("ddp", "localsgd", "diloco", "sparseloco", "ramp", "one-bit", "scape")
+LOWEST_LOSS_SHOWN_TO = 3.4  # bits per byte; above it all curves fall alike
+
+
+def main() -> None:
+    mpl.use("Agg")
+    runs = load()
+    model = main_model(runs)
+    shown = [run for run in runs if is_main(run) and run["model"] == model and run["seed"] == 0]
+    shown = [run for name in SHOWN for run in shown if run["method"] == name]
+    save(progress(shown), "progress")
+    save(against_bytes(shown), "bytes")
+    save(density(runs), "density")
+    save(inside(shown), "feedback")
+
+
+def main_model(runs: list[Run]) -> str:
+    """The model that most runs of the main setting trained."""
+    models = [run["model"] for run in runs if is_main(run)]
+    return max(set(models), key=models.count)
+
+
+def save(figure: Any, name: str) -> None:
+    figure.tight_layout()
+    figure.savefig(RESULTS.with_name(f"convergence_{name}_cpu_2026-11-30.png"), dpi=110)
+
+
+def progress(runs: list[Run]) -> Any:
+    """Loss against tokens and against time at two rates."""
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), sharey=True)
+    for run in runs:
+        done, losses = curve(run)
+        tokens = run["tokens_per_site"] * run["sites"] / run["rounds"] / 1e6
+        title = METHODS[run["method"]].title
+        axes[0].plot([tokens * r for r in done], losses, marker=".", label=title)
+        for ax, mbit in zip(axes[1:], (100.0, 1000.0), strict=True):
+            clock = [0.0, *itertools.accumulate(round_seconds(run, mbit))]
+            ax.plot([clock[r] / 60 for r in done], losses, marker=".")
+    axes[0].set(xlabel="million tokens, all sites", ylabel="held-out bits per byte")
+    axes[1].set(xlabel="minutes at 100 Mbit/s (1 B parameters, 1 s a step)", xscale="log")
+    axes[2].set(xlabel="minutes at 1 Gbit/s", xscale="log")
+    finish(axes)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def against_bytes(runs: list[Run]) -> Any:
+    """Loss against what a site has sent."""
+    figure, ax = plt.subplots(figsize=(7.5, 4.6))
+    for run in runs:
+        done, losses = curve(run)
+        sent = [0.0, *itertools.accumulate(run["traces"]["bytes_up"])]
+        label = METHODS[run["method"]].title
+        ax.plot([sent[r] / run["params"] for r in done], losses, marker=".", label=label)
+    ax.set(
+        xlabel="bytes a site has sent, a parameter", xscale="log", ylabel="held-out bits per byte"
+    )
+    finish([ax])
+    ax.legend(fontsize=8)
+    return figure
+
+
+def density(runs: list[Run]) -> Any:
+    """Loss against k for each H, at the same number of inner steps."""
+    figure, ax = plt.subplots(figsize=(6.5, 4.2))
+    model = main_model(runs)
+    points: dict[int, dict[int, float]] = {}
+    for run in runs:
+        varied = set(run["changes"]) - {"inner.steps", "codec.k"}
+        same = (run["method"], run["model"], run["data"], run["sites"], run["seed"])
+        if same == ("sparseloco", model, "eras", 2, 0) and not varied:
+            points.setdefault(run["inner_steps"], {})[run["k"]] = run["val_bpb_end"]
+    for steps, by_k in sorted(points.items()):
+        ax.plot(*zip(*sorted(by_k.items()), strict=True), marker="o", label=f"H = {steps}")
+    ax.set(xlabel="k, values of 4096", ylabel="held-out bits per byte at the end", xscale="log")
+    ax.set_xticks([32, 64, 128], ["32", "64", "128"])
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    return figure
+
+
+def inside(runs: list[Run]) -> Any:
+    """Norm of error feedback, and how much the sites choose alike."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
+    for run in runs:
+        if METHODS[run["method"]].changes.get("codec.bits") == 32:
+            continue
+        for ax, name in zip(axes, ("ef_norm", "support_overlap"), strict=True):
+            ax.plot(run["traces"][name], label=METHODS[run["method"]].title)
+    axes[0].set(xlabel="round", ylabel="L2 norm of error feedback, mean of sites")
+    axes[1].set(
+        xlabel="round", ylabel="share of sent positions that both sites sent", ylim=(0, None)
+    )
+    for ax in axes:
+        ax.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def curve(run: Run) -> tuple[list[int], list[float]]:
+    """Rounds that were evaluated, and the loss after each."""
+    points = sorted((int(r), loss) for r, loss in run["val_bpb"].items() if int(r))
+    return [r for r, _ in points], [loss for _, loss in points]
+
+
+def finish(axes: Any) -> None:
+    for ax in axes:
+        ax.set_ylim(None, LOWEST_LOSS_SHOWN_TO)
+        ax.grid(alpha=0.3)
+
+
+def round_seconds(run: Run, mbit: float) -> list[float]:
+    """Seconds of each round under the plan's formulas, were the model of CLOCK_PARAMS."""
+    method = METHODS[run["method"]]
+    if method.runner != "sites":
+        times = run["inner_steps"] if method.runner == "data_parallel" else 1
+        exchange = times * all_reduce_seconds(run["sites"], mbit)
+        return [run["inner_steps"] * STEP_SECONDS + exchange] * run["rounds"]
+    base = config_of(
+        method, model=run["model"], sites=run["sites"], iid=False, rounds=run["rounds"], seed=0
+    )
+    config = changed(base, run["changes"])
+    setting = (run["sites"], config.codec.bits, config.inner.steps, config.outer.delay_steps, mbit)
+    return [one_round(k_at(config.codec, round_), *setting) for round_ in range(run["rounds"])]
+
+
+@cache
+def one_round(k: int, sites: int, bits: int, steps: int, delay: int, mbit: float) -> float:
+    return predict(
+        Setting(
+            layout=Layout.of([("parameters", (CLOCK_PARAMS,))]), sites=sites, ranks=RANKS, k=k,
+            bits=bits, inner_steps=steps, delay_steps=delay, step_seconds=STEP_SECONDS,
+            up_mbit=mbit, down_mbit=mbit, coordinator_mbit=None, rtt_ms=RTT_MS,
+        )
+    ).round_seconds  # fmt: skip
+
+
+def all_reduce_seconds(sites: int, mbit: float) -> float:
+    """A ring over the same links: both directions at once, 2 (R - 1) messages one after another."""
+    messages = 2 * (sites - 1)
+    sent = all_reduce_bytes(4 * CLOCK_PARAMS, sites)
+    return 8 * sent / (mbit * 1e6) + messages * RTT_MS / 2e3
+
+
+if __name__ == "__main__":
+    main()

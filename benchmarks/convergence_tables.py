@@ -1,0 +1,183 @@
+"""Tables of the convergence grid, from the lines that benchmarks.convergence wrote.
+
+The functions in BLOCKS are blocks of benchmarks.tables. A setting is everything but the seed; its
+loss is the mean over its seeds, with the lowest and the highest behind it. Comparisons with another
+method are made seed by seed, over the seeds that both have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.methods import METHODS, MODELS
+
+RESULTS = Path(__file__).parents[1] / "docs/results/convergence_cpu_2026-11-30.jsonl"
+H, ROUNDS, SITES = 15, 60, 2  # the main setting
+
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in their seed only."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Bits per byte at the end, by seed."""
+        return {run["seed"]: run["val_bpb_end"] for run in self.runs}
+
+    def mean(self, name: str) -> float:
+        return fmean(run[name] for run in self.runs)
+
+    def loss(self) -> str:
+        values = list(self.losses.values())
+        if len(values) == 1:
+            return f"{values[0]:.3f}"
+        return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+    def against(self, other: Setting | None) -> str:
+        """How many percent more loss than `other`, over common seeds."""
+        common = self.losses.keys() & (other.losses if other else {}).keys()
+        if other is None or not common or other is self:
+            return ""
+        ratios = [self.losses[seed] / other.losses[seed] - 1 for seed in common]
+        return f"{100 * fmean(ratios):+.1f} %"
+
+
+def load(path: Path = RESULTS) -> list[Run]:
+    """All runs, in the order in which they were made."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def settings(runs: Iterable[Run]) -> list[Setting]:
+    """Runs gathered by everything but their seed, in the order of the first of each."""
+    names = ("method", "model", "data", "sites", "rounds", "inner_steps", "lr", "k", "changes")
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(json.dumps([run[name] for name in names]), []).append(run)
+    return [Setting(tuple(sorted(group, key=lambda run: run["seed"]))) for group in found.values()]
+
+
+def is_main(run: Run) -> bool:
+    """The setting in which methods are compared, nothing varied."""
+    shape = (run["inner_steps"], run["rounds"], run["sites"], run["data"])
+    return not run["changes"] and shape == (H, ROUNDS, SITES, "eras")
+
+
+def main_settings(model: str) -> list[Setting]:
+    """One for each method that was run in the main setting, in the order of METHODS."""
+    found = {s.first["method"]: s for s in settings(filter(is_main, load()))
+             if s.first["model"] == model}  # fmt: skip
+    return [found[name] for name in METHODS if name in found]
+
+
+def main_table(model: str) -> list[str]:
+    """Every method at the main setting: loss, spread, bytes."""
+    rows = main_settings(model)
+    by_name = {setting.first["method"]: setting for setting in rows}
+    ddp, diloco = by_name.get("ddp"), by_name.get("diloco")
+    lines = [
+        "| method | lr | seeds | bits per byte (lowest to highest) | against DDP | against DiLoCo "
+        "| up a site and round | dense fp32 / up | down |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for setting in rows:
+        run = setting.first
+        lines.append(
+            f"| {METHODS[run['method']].title} | {run['lr']:g} | {len(setting.runs)} "
+            f"| {setting.loss()} | {setting.against(ddp)} | {setting.against(diloco)} "
+            f"| {kilobytes(run, 'bytes_up')} | {times(setting.mean('times_smaller_up'))} "
+            f"| {kilobytes(run, 'bytes_down')} |"
+        )
+    return lines
+
+
+def kilobytes(run: Run, trace: str) -> str:
+    return f"{fmean(run['traces'][trace]) / 1e3:,.1f} kB"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
+
+
+def readme_table() -> list[str]:
+    """The main table of the model that was run with most seeds, small ones first."""
+    model = max(MODELS, key=lambda name: sum(len(s.runs) for s in main_settings(name)))
+    return [f"{described(model)}:", "", *main_table(model)]
+
+
+def all_tables() -> list[str]:
+    """The main table of every model that was run."""
+    lines: list[str] = []
+    for model in filter(main_settings, MODELS):
+        lines += ["", f"**{described(model)}**", "", *main_table(model)]
+    return lines[1:]
+
+
+def described(model: str) -> str:
+    run = main_settings(model)[0].first
+    return (
+        f"{run['params']:,} parameters, {SITES} sites (text of 1790 to 1903 and of 1904 to 2026), "
+        f"{run['rounds']} rounds of {run['inner_steps']} steps, {run['tokens_per_site']:,} tokens "
+        "a site"
+    )
+
+
+def rate_table() -> list[str]:
+    """The search for learning rates: small model, main setting, seed 0."""
+    runs = [
+        run for run in load()
+        if run["model"] == "small" and run["seed"] == 0 and set(run["changes"]) <= {"inner.lr"}
+        and is_main(run | {"changes": {}})
+    ]  # fmt: skip
+    rates = sorted({run["lr"] for run in runs})
+    found = {(run["method"], run["lr"]): f"{run['val_bpb_end']:.3f}" for run in runs}
+    lines = [
+        "| method | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
+        "| --- |" + " --- |" * len(rates),
+    ]
+    for name, method in METHODS.items():
+        cells = [found.get((name, rate), "") for rate in rates]
+        if sum(map(bool, cells)) > 1:
+            lines.append(f"| {method.title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def varied_table() -> list[str]:
+    """Every setting in which something was varied, and the sites of equal kind (iid)."""
+    lines = [
+        "| method | parameters | sites | H | rounds | changed | seeds | bits per byte "
+        "| dense / up |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for setting in settings(load()):
+        run = setting.first
+        if is_main(run) or set(run["changes"]) == {"inner.lr"}:
+            continue
+        changed = ", ".join(f"{k} = {v}" for k, v in run["changes"].items() if k != "inner.steps")
+        where = ", every site all text" if run["data"] == "iid" else ""
+        lines.append(
+            f"| {METHODS[run['method']].title} | {run['params']:,} | {run['sites']}{where} "
+            f"| {run['inner_steps']} | {run['rounds']} | {changed} | {len(setting.runs)} "
+            f"| {setting.loss()} | {times(setting.mean('times_smaller_up'))} |"
+        )
+    return lines
+
+
+BLOCKS: dict[str, Callable[[], list[str]]] = {
+    "convergence": readme_table,
+    "convergence-models": all_tables,
+    "convergence-rates": rate_table,
+    "convergence-varied": varied_table,
+}

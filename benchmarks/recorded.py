@@ -1,0 +1,69 @@
+"""Blocks of benchmarks.tables from what other benchmarks printed with --json.
+
+`loco demo --json` and `python -m benchmarks.wan --json` print what lies in docs/results/.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def demo_lines() -> list[str]:
+    """Runs of the demo with real processes, one row a command."""
+    lines = [
+        "| command | bits per byte | up a site and round | down | dense / up | last contribution "
+        "| in-site, a rank and step | wall time |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in read("demo_cpu_2026-11-30.json"):
+        last = run["dense_kb"] / run["last_contribution_kb"]
+        lines.append(
+            f"| `{run['command']}` | {run['val_bpb_end']:.3f} | {run['up_kb']:,.0f} kB "
+            f"| {run['down_kb']:,.0f} kB | {run['dense_kb'] / run['up_kb']:.0f}x "
+            f"| {run['last_contribution_kb']:,.1f} kB ({last:.0f}x) | {run['in_site_kb']:,.0f} kB "
+            f"| {run['seconds']} s |"
+        )
+    return lines
+
+
+def demo_record(command: str, result: dict[str, Any]) -> dict[str, Any]:
+    """What the table shows of the object that `loco demo --json` printed; bytes are a site's."""
+    sites = result["sites"]
+    rounds = result["rounds"]
+
+    def kilobytes(key: str, each: float) -> float:
+        return round(sum(site[key] for site in sites) / len(sites) / each / 1e3, 1)
+
+    return {
+        "command": command,
+        "rounds": rounds,
+        "dense_kb": result["dense_bytes_per_round"] / 1e3,
+        "val_bpb_end": round(result["val_bpb_end"], 4),
+        "up_kb": kilobytes("bytes_up", rounds),
+        "down_kb": kilobytes("bytes_down", rounds),
+        "last_contribution_kb": kilobytes("contribution_bytes", 1),
+        "in_site_kb": kilobytes("in_site_bytes_per_step", 1),
+        "seconds": round(result["seconds"]),
+    }
+
+
+def wan_lines() -> list[str]:
+    """The exchange over a line of 100 Mbit/s and 50 ms, in two sentences."""
+    report = read("wan_834k_2026-11-30.json")
+    seconds = {name: row["sync_seconds"] for name, row in report["methods"].items()}
+    return [
+        f"Over a line of {report['mbit']:g} Mbit/s and {report['rtt_ms']:g} ms, a round of "
+        f"{report['inner_steps']} steps of {report['step_ms']:g} ms, an exchange takes "
+        f"{seconds['blocking']:.2f} s (torchft's DiLoCo on the same line: "
+        f"{seconds['torchft-bucket']:.2f} s in one bucket, {seconds['torchft-tensor']:.1f} s a "
+        f"call a tensor), and {seconds['overlapped']:.2f} s with `outer.delay_steps = "
+        f"{report['inner_steps']}`, which hides it behind the next inner steps.",
+    ]

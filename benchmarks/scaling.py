@@ -1,0 +1,142 @@
+"""The tables of docs/scaling.md: what a round costs from 1 to 400 billion parameters.
+
+Bytes and seconds are those of `loco.plan.predict`; what the coordinator holds follows from its
+design (docs/architecture.md): theta and the residual in memory-mapped files, two snapshots of both,
+`state.keep_updates` updates, and the contributions of the round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from coordinator.snapshots import KEEP as SNAPSHOTS_KEPT
+from loco.config import StateConfig
+from loco.layout import Layout
+from loco.plan import Prediction, Setting, predict
+from loco.status import human_bytes, human_seconds
+
+RANKS = {1e9: 8, 8e9: 64, 70e9: 512, 400e9: 2048}
+"""Of a site, by parameters: they share the coding."""
+SITES = (2, 8, 32, 128)
+STEP_SECONDS = {1e9: 1.0, 8e9: 3.0, 70e9: 20.0, 400e9: 40.0}
+"""Of an inner step, assumed: Covenant-72B (arXiv 2603.08163) computes 20 minutes for 30 steps."""
+INNER_STEPS, K = 30, 64
+SITE_MBIT, COORDINATOR_MBIT, RTT_MS = 1e3, 10e3, 80
+UPDATES_KEPT = int(StateConfig().keep_updates)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A round as the coordinator sees it; bytes are those of all sites together."""
+
+    setting: Setting
+    round: Prediction
+
+    @property
+    def bytes_in(self) -> int:
+        return self.setting.sites * self.round.bytes_up
+
+    @property
+    def bytes_out(self) -> int:
+        return self.setting.sites * self.round.bytes_down
+
+    @property
+    def memory_bytes(self) -> int:
+        """Pages that a round touches: theta and the residual, all of them."""
+        return 2 * self.round.snapshot_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """The working buffers, the snapshots of both, kept updates, contributions of a round."""
+        buffers = (1 + SNAPSHOTS_KEPT) * self.memory_bytes
+        return buffers + UPDATES_KEPT * self.round.bytes_down + self.bytes_in
+
+    @property
+    def blocking_parts(self) -> dict[str, float]:
+        """Seconds of the exchange by who spends them."""
+        p = self.round
+        return {
+            "sites' coding": p.encode_seconds + p.apply_seconds,
+            "uplink": p.up_seconds,
+            "coordinator's core": p.coordinator_seconds,
+            "downlink": p.down_seconds,
+            "round trips": p.latency_seconds,
+        }
+
+    @property
+    def longest(self) -> str:
+        parts = self.blocking_parts
+        return max(parts, key=parts.__getitem__)
+
+
+@cache
+def load(params: float, sites: int, coordinator_mbit: float | None = COORDINATOR_MBIT) -> Load:
+    """The round of `params` parameters on `sites` sites."""
+    setting = Setting(
+        layout=Layout.of([("parameters", (int(params),))]), sites=sites, ranks=RANKS[params], k=K,
+        bits=2, inner_steps=INNER_STEPS, delay_steps=0, step_seconds=STEP_SECONDS[params],
+        up_mbit=SITE_MBIT, down_mbit=SITE_MBIT, coordinator_mbit=coordinator_mbit, rtt_ms=RTT_MS,
+    )  # fmt: skip
+    return Load(setting, predict(setting))
+
+
+def table() -> list[str]:
+    """One row for each size and number of sites."""
+    lines = [
+        "| parameters | sites | up, a site | down, a site | out of the coordinator "
+        "| coordinator's core | memory | disk | exchange | computing, waiting | computing, hidden "
+        "| longest |",
+        "| --- |" + " --- |" * 11,
+    ]
+    for params in RANKS:
+        for sites in SITES:
+            one = load(params, sites)
+            p = one.round
+            lines.append(
+                f"| {params / 1e9:g}B | {sites} | {human_bytes(p.bytes_up)} "
+                f"| {human_bytes(p.bytes_down)} | {human_bytes(one.bytes_out)} "
+                f"| {seconds(p.coordinator_seconds)} | {human_bytes(one.memory_bytes)} "
+                f"| {human_bytes(one.disk_bytes)} | {seconds(p.exchange_seconds)} "
+                f"| {p.utilisation_blocking:.0%} | {p.utilisation_overlapped:.0%} "
+                f"| {one.longest} |"
+            )
+    return lines
+
+
+def limits() -> list[str]:
+    """By size: the most sites whose exchange still hides behind the inner steps."""
+    lines = [
+        "| parameters | sites that still compute 95 % with overlap | with eight cores for the "
+        "reduction | with the downlink relayed besides | dense DiLoCo, seconds a site |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for params in RANKS:
+        dense = predict(replace(load(params, 2).setting, bits=32))
+        counts = [
+            most_sites(params, cores, tree) for cores, tree in ((1, False), (8, False), (8, True))
+        ]
+        told = " | ".join("none" if count == 0 else str(count) for count in counts)
+        lines.append(
+            f"| {params / 1e9:g}B | {told} | {seconds(dense.up_seconds + dense.down_seconds)} |"
+        )
+    return lines
+
+
+def most_sites(params: float, cores: int, relayed: bool) -> int:
+    """Of SITES, the most whose exchange takes no longer than the inner steps over 0.95.
+
+    `relayed`: caches beside the sites pass updates on; the coordinator's link is then not shared.
+    """
+    fitting = [0]
+    for sites in SITES:
+        one = load(params, sites, None if relayed else COORDINATOR_MBIT)
+        parts = one.blocking_parts
+        parts["coordinator's core"] /= cores
+        if sum(parts.values()) <= INNER_STEPS * STEP_SECONDS[params] / 0.95:
+            fitting.append(sites)
+    return max(fitting)
+
+
+def seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 90 else human_seconds(value)
