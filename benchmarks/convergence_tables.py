@@ -114,7 +114,27 @@ def times(ratio: float) -> str:
 def readme_table() -> list[str]:
     """The main table of the model that was run with most seeds, small ones first."""
     model = max(MODELS, key=lambda name: sum(len(s.runs) for s in main_settings(name)))
-    return [f"{described(model)}:", "", *main_table(model)]
+    return [f"{described(model)}:", "", *main_table(model), "", *verdict(model)]
+
+
+def verdict(model: str) -> list[str]:
+    """How far SparseLoCo is from its goals: no worse than DiLoCo, 1 % of DDP, 200 times less."""
+    by_name = {setting.first["method"]: setting for setting in main_settings(model)}
+    if not {"ddp", "localsgd", "diloco", "sparseloco"} <= by_name.keys():
+        return []
+    sparse = by_name["sparseloco"]
+    distances = ", ".join(
+        f"{sparse.against(by_name[name])} from {said}"
+        for name, said in (
+            ("diloco", "dense DiLoCo"), ("localsgd", "dense averaging"), ("ddp", "DDP"),
+        )
+    )  # fmt: skip
+    smaller = by_name["localsgd"].first["traces"]["bytes_up"][-1]
+    smaller /= sparse.first["traces"]["bytes_up"][-1]
+    return [
+        f"SparseLoCo ends with a loss {distances}, and sends {smaller:.0f} times fewer bytes up "
+        "than the dense methods' payloads."
+    ]
 
 
 def all_tables() -> list[str]:

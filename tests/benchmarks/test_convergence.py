@@ -1,0 +1,78 @@
+"""The convergence grid: the rival against our own form of it, and tables against the runs.
+
+Compared with: the simulation of dense DiLoCo, and numbers worked out by hand. Run alone:
+pytest tests/benchmarks/test_convergence.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.convergence import key_of, simulated_run
+from benchmarks.convergence_tables import Setting, settings
+from benchmarks.evidence import GRIDS
+from benchmarks.methods import METHODS, changed, config_of
+from benchmarks.simulation import all_reduce_bytes
+from benchmarks.torchft_diloco import torchft_run
+from loco.config import Config
+
+SMALLEST = {
+    "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1,
+    "model.ffn_dim": 24, "model.seq_len": 16, "data.batch": 2, "inner.steps": 2,
+    "inner.warmup_steps": 0, "eval.sequences": 16,
+}  # fmt: skip
+
+
+def config_of_method(name: str, **changes: Any) -> Config:
+    base = config_of(METHODS[name], model="small", sites=2, iid=False, rounds=2, seed=0)
+    return changed(base, SMALLEST | changes)
+
+
+@pytest.mark.slow
+def test_torchfts_diloco_is_ours() -> None:
+    """Both take the same steps, up to the order of additions; two rounds, so momentum counts."""
+    theirs = torchft_run(config_of_method("torchft-diloco"))
+    ours = simulated_run(config_of_method("diloco"), METHODS["diloco"])
+    assert theirs["val_bpb"].keys() == ours["val_bpb"].keys() == {0, 2}
+    assert ours["val_bpb"][2] < ours["val_bpb"][0] - 0.01
+    assert theirs["val_bpb"][2] == pytest.approx(ours["val_bpb"][2], abs=1e-5)
+    assert theirs["traces"]["train_bpb"] == pytest.approx(ours["traces"]["train_bpb"], abs=1e-4)
+
+
+def test_data_parallel_sends_a_rings_bytes_in_every_step() -> None:
+    config = config_of_method("ddp", **{"run.rounds": 1})
+    run = simulated_run(config, METHODS["ddp"])
+    assert run["traces"]["bytes_up"] == [2 * run["dense_bytes"]]
+    assert all_reduce_bytes(1200, 4) == 1800
+
+
+def test_the_key_of_a_run_tells_methods_apart_and_forgets_defaults() -> None:
+    shape: dict[str, Any] = {"model": "small", "sites": 2, "iid": False, "rounds": 60, "seed": 0}
+    configs = {name: config_of(method, **shape) for name, method in METHODS.items()}
+    keys = {name: key_of(METHODS[name], config) for name, config in configs.items()}
+    assert len(set(keys.values())) == len(METHODS)
+    same = changed(configs["mean"], {"outer.max_value": 1000.0})  # its default
+    assert key_of(METHODS["mean"], same) == keys["mean"]
+
+
+def run_of(seed: int, loss: float, **other: Any) -> dict[str, Any]:
+    shape = {"model": "small", "data": "eras", "sites": 2, "rounds": 60, "inner_steps": 15}
+    rest = {"method": "mean", "lr": 4e-3, "k": 64, "changes": {}}
+    return {"seed": seed, "val_bpb_end": loss, **shape, **rest, **other}
+
+
+def test_a_setting_is_compared_over_the_seeds_that_both_have() -> None:
+    ours, theirs = settings(
+        [run_of(0, 2.2), run_of(0, 2.0, method="ddp"), run_of(1, 4.0), run_of(2, 8.0, method="ddp")]
+    )
+    assert ours.loss() == "3.100 (2.200 to 4.000)"
+    assert theirs.against(ours) == "-9.1 %"
+    assert ours.against(theirs) == "+10.0 %"
+    assert ours.against(Setting((run_of(5, 1.0),))) == ""
+
+
+def test_evidence_asks_for_methods_that_there_are() -> None:
+    words = {word for line in GRIDS for word in line.split("--method")[1].split("--")[0].split()}
+    assert words <= METHODS.keys()
