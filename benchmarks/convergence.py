@@ -8,7 +8,7 @@
 
 Every combination of method (benchmarks/methods.py), seed and varied keys runs once; a combination
 whose line is in the file already is skipped. Sites are simulated in this process, on one thread,
-by the code of a real run (benchmarks/simulation.py); torchft's DiLoCo runs in processes of its own.
+by the code of a real run (benchmarks/simulation.py); `real` and torchft's DiLoCo run in processes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from benchmarks.methods import METHODS, MODELS, Method, changed, config_of
 from benchmarks.simulation import Round, Simulation, all_reduce_bytes, total_steps
 from benchmarks.torchft_diloco import torchft_run
 from loco.config import Config
+from loco.demo.report import ProgressView
+from loco.demo.run import run_processes
+from loco.digest import chunk_hashes, theta_digest
 
 TRACES = ("train_bpb", "bytes_up", "bytes_down", "ef_norm", "support_overlap")
 DIGITS = 6  # significant ones of a trace: what a plot can show
@@ -113,7 +116,9 @@ def key_of(method: Method, config: Config) -> str:
 def run(config: Config, method: Method) -> dict[str, Any]:
     """One run: loss, bytes, and what happened in each round."""
     commit = ["git", "describe", "--always", "--dirty"]
-    found = torchft_run(config) if method.runner == "torchft" else simulated_run(config, method)
+    runners = {"torchft": torchft_run, "processes": real_run}
+    runner = runners.get(method.runner)
+    found = runner(config) if runner else simulated_run(config, method)
     return {
         "rounds": config.run.rounds,
         "inner_steps": config.inner.steps,
@@ -152,8 +157,34 @@ def simulated_run(config: Config, method: Method) -> dict[str, Any]:
         "times_smaller_down": len(rounds) * dense / sum(traces["bytes_down"]),
         "times_smaller_up_last_round": dense / traces["bytes_up"][-1],
         "last_round": asdict(rounds[-1]),
+        "theta_digest": theta_digest(chunk_hashes(simulation.theta)),
         "cpu_seconds": round(time.process_time() - started, 1),
         "traces": traces,
+    }
+
+
+def real_run(config: Config) -> dict[str, Any]:
+    """A coordinator and sites of one rank each as processes; bytes are those at its transport."""
+    names = sorted(config.data.sites)
+    status = run_processes(config, names, 1, ProgressView(config, quiet=True))
+    dense = status["dense_bytes_per_round"]
+    rounds = config.run.rounds
+    up, down = (
+        sum(site[key] for site in status["sites"]) / len(names) / rounds
+        for key in ("bytes_up", "bytes_down")
+    )
+    losses = {m["round"]: m["bits_per_byte"] for m in status["validation"]}
+    return {
+        "params": status["params"],
+        "dense_bytes": dense,
+        "val_bpb": losses,
+        "val_bpb_end": losses[rounds],
+        "times_smaller_up": dense / up,
+        "times_smaller_down": dense / down,
+        "times_smaller_up_last_round": dense / up,
+        "theta_digest": status["theta_digest"],
+        "cpu_seconds": 0.0,
+        "traces": {"bytes_up": [round(up)] * rounds, "bytes_down": [round(down)] * rounds},
     }
 
 

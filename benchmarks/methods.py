@@ -31,6 +31,8 @@ MODELS: dict[str, dict[str, Any]] = {
 """Changes to the preset by name: 0.12, 0.82, 3.2 and 124 million parameters."""
 
 NO_RAMP = {"codec.k_start": "none", "codec.k_ramp_rounds": 0}
+PAPER = {**NO_RAMP, "outer.beta": 0.95, "outer.alpha": 1.0}  # arXiv 2508.15706
+RECIPE = {**NO_RAMP, "outer.beta": 0.8, "outer.alpha": 1.5}  # ours
 DENSE = {**NO_RAMP, "codec.bits": 32, "outer.beta": 0.0}
 AVERAGED = {**DENSE, "outer.aggregation": "mean", "outer.alpha": 1.0}
 NESTEROV = {
@@ -49,7 +51,7 @@ class Method:
     changes: dict[str, Any] = field(default_factory=dict)
     """Dotted config keys; "none" stands for None."""
     inner: Literal["dense", "scape"] = "dense"
-    runner: Literal["sites", "data_parallel", "torchft"] = "sites"
+    runner: Literal["sites", "data_parallel", "torchft", "processes"] = "sites"
 
 
 SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
@@ -68,21 +70,26 @@ METHODS: dict[str, Method] = {
         title="torchft's DiLoCo, real processes", lr=DILOCO_LR, changes=NESTEROV, runner="torchft",
     ),
     "mean": Method(
-        title="SparseLoCo, mean", lr=SPARSE_LR, changes={**NO_RAMP, "outer.aggregation": "mean"},
+        title="SparseLoCo, mean of all sites", lr=SPARSE_LR, changes={**PAPER, "outer.aggregation": "mean"},
     ),
-    "sparseloco": Method(title="SparseLoCo, contributors' mean", lr=SPARSE_LR, changes=NO_RAMP),
+    "sparseloco": Method(title="SparseLoCo as published", lr=SPARSE_LR, changes=PAPER),
+    "recipe": Method(title="SparseLoCo, beta 0.8, alpha 1.5", lr=SPARSE_LR, changes=RECIPE),
+    "real": Method(
+        title="the same, real processes and sockets", lr=SPARSE_LR, changes=RECIPE,
+        runner="processes",
+    ),
     "ramp": Method(title="SparseLoCo, the preset's ramp of k", lr=SPARSE_LR),
     "preset": Method(title="the preset as it is: ramp, SCAPE", lr=SCAPE_LR, inner="scape"),
     "overlap": Method(
-        title="SparseLoCo, 5 steps of overlap", lr=SPARSE_LR,
-        changes={**NO_RAMP, "outer.delay_steps": 5},
+        title="the same, 5 steps of overlap", lr=SPARSE_LR,
+        changes={**RECIPE, "outer.delay_steps": 5},
     ),
     "scape": Method(
-        title="SparseLoCo, SCAPE inside the sites",
-        lr=SCAPE_LR, changes=NO_RAMP, inner="scape",
+        title="the same, SCAPE inside the sites",
+        lr=SCAPE_LR, changes=RECIPE, inner="scape",
     ),
     "one-bit": Method(
-        title="SparseLoCo, one bit a value", lr=SPARSE_LR, changes={**NO_RAMP, "codec.bits": 1},
+        title="the same, one bit a value", lr=SPARSE_LR, changes={**RECIPE, "codec.bits": 1},
     ),
 }  # fmt: skip
 

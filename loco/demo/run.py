@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tomli_w
 
+from loco.config import Config
 from loco.demo.config import DemoOptions, demo_config
 from loco.demo.report import ProgressView, make_result, print_result
 from loco.errors import EXIT_FAILED, LocoError, UnreachableError
@@ -28,17 +29,29 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
     # Data-parallel training has one site, with everyone in it.
     ranks = options.ranks * (options.sites if options.algorithm == "ddp" else 1)
     started = time.monotonic()
+    status = run_processes(config, names, ranks, ProgressView(config, quiet=as_json))
+    result = make_result(config, options, status, time.monotonic() - started)
+    print_result(result, as_json=as_json)
+
+
+def run_processes(config: Config, names: list[str], ranks: int, progress: ProgressView) -> Status:
+    """A coordinator and a site of `ranks` ranks for each name, on this machine, until all ended.
+
+    Returns:
+        The coordinator's last status document.
+
+    Raises:
+        LocoError: a process failed; the end of its log is in the message.
+    """
     with tempfile.TemporaryDirectory(prefix="loco-demo-") as directory:
         demo = _Demo(Path(directory))
         try:
             demo.start_coordinator(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
             for name in names:
                 demo.start_site(name, ranks)
-            status = demo.follow(ProgressView(config, quiet=as_json))
+            return demo.follow(progress)
         finally:
             demo.stop()
-    result = make_result(config, options, status, time.monotonic() - started)
-    print_result(result, as_json=as_json)
 
 
 class _Demo:
