@@ -24,7 +24,7 @@ from loco.outer import k_at
 from loco.plan import Setting, predict
 
 CLOCK_PARAMS, STEP_SECONDS, RTT_MS, RANKS = 10**9, 1.0, 50.0, 8
-SHOWN = ("ddp", "localsgd", "diloco", "sparseloco", "ramp", "one-bit", "scape")
+SHOWN = ("ddp", "localsgd", "diloco", "sparseloco", "recipe", "one-bit", "scape")
 LOWEST_LOSS_SHOWN_TO = 3.4  # bits per byte; above it all curves fall alike
 
 
@@ -94,7 +94,7 @@ def density(runs: list[Run]) -> Any:
     for run in runs:
         varied = set(run["changes"]) - {"inner.steps", "codec.k"}
         same = (run["method"], run["model"], run["data"], run["sites"], run["seed"])
-        if same == ("sparseloco", model, "eras", 2, 0) and not varied:
+        if same == ("recipe", model, "eras", 2, 0) and not varied:
             points.setdefault(run["inner_steps"], {})[run["k"]] = run["val_bpb_end"]
     for steps, by_k in sorted(points.items()):
         ax.plot(*zip(*sorted(by_k.items()), strict=True), marker="o", label=f"H = {steps}")

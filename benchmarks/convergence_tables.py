@@ -120,9 +120,9 @@ def readme_table() -> list[str]:
 def verdict(model: str) -> list[str]:
     """How far SparseLoCo is from its goals: no worse than DiLoCo, 1 % of DDP, 200 times less."""
     by_name = {setting.first["method"]: setting for setting in main_settings(model)}
-    if not {"ddp", "localsgd", "diloco", "sparseloco"} <= by_name.keys():
+    if not {"ddp", "localsgd", "diloco", "recipe"} <= by_name.keys():
         return []
-    sparse = by_name["sparseloco"]
+    sparse = by_name["recipe"]
     distances = ", ".join(
         f"{sparse.against(by_name[name])} from {said}"
         for name, said in (
@@ -132,7 +132,7 @@ def verdict(model: str) -> list[str]:
     smaller = by_name["localsgd"].first["traces"]["bytes_up"][-1]
     smaller /= sparse.first["traces"]["bytes_up"][-1]
     return [
-        f"SparseLoCo ends with a loss {distances}, and sends {smaller:.0f} times fewer bytes up "
+        f"Our recipe ends with a loss {distances}, and sends {smaller:.0f} times fewer bytes up "
         "than the dense methods' payloads."
     ]
 

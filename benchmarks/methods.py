@@ -70,7 +70,8 @@ METHODS: dict[str, Method] = {
         title="torchft's DiLoCo, real processes", lr=DILOCO_LR, changes=NESTEROV, runner="torchft",
     ),
     "mean": Method(
-        title="SparseLoCo, mean of all sites", lr=SPARSE_LR, changes={**PAPER, "outer.aggregation": "mean"},
+        title="SparseLoCo, mean of all sites", lr=SPARSE_LR,
+        changes={**PAPER, "outer.aggregation": "mean"},
     ),
     "sparseloco": Method(title="SparseLoCo as published", lr=SPARSE_LR, changes=PAPER),
     "recipe": Method(title="SparseLoCo, beta 0.8, alpha 1.5", lr=SPARSE_LR, changes=RECIPE),
