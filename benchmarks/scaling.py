@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from coordinator.snapshots import KEEP as SNAPSHOTS_KEPT
-from loco.config import StateConfig
+from loco.config import CodecConfig, StateConfig
 from loco.layout import Layout
 from loco.plan import Prediction, Setting, predict
 from loco.status import human_bytes, human_seconds
@@ -22,6 +22,7 @@ SITES = (2, 8, 32, 128)
 STEP_SECONDS = {1e9: 1.0, 8e9: 3.0, 70e9: 20.0, 400e9: 40.0}
 """Of an inner step, assumed: Covenant-72B (arXiv 2603.08163) computes 20 minutes for 30 steps."""
 INNER_STEPS, K = 30, 64
+K_SITES = int(CodecConfig().k_sites)
 SITE_MBIT, COORDINATOR_MBIT, RTT_MS = 1e3, 10e3, 80
 UPDATES_KEPT = int(StateConfig().keep_updates)
 
@@ -75,7 +76,8 @@ def load(params: float, sites: int, coordinator_mbit: float | None = COORDINATOR
     """The round of `params` parameters on `sites` sites."""
     setting = Setting(
         layout=Layout.of([("parameters", (int(params),))]), sites=sites, ranks=RANKS[params], k=K,
-        bits=2, inner_steps=INNER_STEPS, delay_steps=0, step_seconds=STEP_SECONDS[params],
+        bits=2, k_sites=K_SITES, inner_steps=INNER_STEPS, delay_steps=0,
+        step_seconds=STEP_SECONDS[params],
         up_mbit=SITE_MBIT, down_mbit=SITE_MBIT, coordinator_mbit=coordinator_mbit, rtt_ms=RTT_MS,
     )  # fmt: skip
     return Load(setting, predict(setting))
