@@ -156,7 +156,8 @@ def one_round(k: int, sites: int, bits: int, steps: int, delay: int, mbit: float
         Setting(
             layout=Layout.of([("parameters", (CLOCK_PARAMS,))]), sites=sites, ranks=RANKS, k=k,
             bits=bits, k_sites=sites, inner_steps=steps, delay_steps=delay,
-            step_seconds=STEP_SECONDS, up_mbit=mbit, down_mbit=mbit, coordinator_mbit=None, rtt_ms=RTT_MS,
+            step_seconds=STEP_SECONDS, up_mbit=mbit, down_mbit=mbit, coordinator_mbit=None,
+            rtt_ms=RTT_MS,
         )
     ).round_seconds  # fmt: skip
 
