@@ -19,6 +19,7 @@ import itertools
 import os
 import random
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -69,6 +70,13 @@ class Wan(Namespaces):
         for host in range(self.num_hosts):
             self._configure(host)
 
+    def black_hole(self, seconds: float) -> None:
+        """Swallow every packet for so long."""
+        assert self._emulator is not None
+        self._emulator.send_signal(signal.SIGUSR1)
+        time.sleep(seconds)
+        self._emulator.send_signal(signal.SIGUSR2)
+
     def close(self) -> None:
         """Kill what was started, then the emulator; remove the hosts. Harmless if repeated."""
         super().close()
@@ -107,6 +115,7 @@ class _Line:
     seconds_a_byte: float
     one_way_seconds: float
     loss: float
+    swallows: bool = False
     random: random.Random = field(default_factory=lambda: random.Random(0))
     flying: list[tuple[float, int, int, bytes]] = field(default_factory=list)
     order: itertools.count[int] = field(default_factory=itertools.count)
@@ -121,7 +130,7 @@ class _Line:
         sent = max(now, sender.up_free) + seconds
         here = max(sent + self.one_way_seconds, receiver.down_free + seconds)
         backlog = max(sent - now, here - sent - self.one_way_seconds)
-        if backlog > QUEUE_SECONDS or self.random.random() < self.loss:
+        if self.swallows or backlog > QUEUE_SECONDS or self.random.random() < self.loss:
             return
         sender.up_free, receiver.down_free = sent, here
         heapq.heappush(self.flying, (here, next(self.order), target, packet))
@@ -150,6 +159,8 @@ def main() -> None:
         one_way_seconds=args.rtt_ms / 2e3,
         loss=args.loss,
     )
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(line, "swallows", True))
+    signal.signal(signal.SIGUSR2, lambda *_: setattr(line, "swallows", False))
     print("ready", flush=True)
     carry(line)
 

@@ -148,9 +148,12 @@ def _check_shard(state: State, event: ShardStored, have: Contribution | None) ->
 
 
 def directive(
-    state: State, site: str, have_round: int, theta_digest: str
+    state: State, site: str, have_round: int, theta_digest: str, *, contributing: bool = False
 ) -> tuple[Directive, str] | Refuse:
-    """What a member that holds theta of `have_round` may do next, and why, in words."""
+    """What a member that holds theta of `have_round` may do next, and why, in words.
+
+    `contributing`: what it does for that round is on its way, though not here.
+    """
     if have_round > state.round:
         return Refuse(
             reason="ahead",
@@ -165,7 +168,7 @@ def directive(
         return "finished", f"all {state.rules.rounds} rounds are done"
     if state.phase == "gathering" and state.hold == "draining":
         return "finished", f"an operator has drained the run at round {state.round}"
-    if _is_awaited(state, site):
+    if _is_awaited(state, site) and not contributing:
         return "train", f"round {state.round} is open"
     return "wait", waiting_for(state)
 

@@ -209,7 +209,9 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         if ready is not None:
             raise_refusal(await self._engine.submit(ready))
         state = self._engine.state
-        verdict = directive(state, site, have_round, request.theta_digest)
+        verdict = directive(
+            state, site, have_round, request.theta_digest, contributing=request.contributing
+        )
         if isinstance(verdict, Refuse):
             raise RefusedRequest(verdict.reason, verdict.message)
         word, message = verdict

@@ -29,7 +29,7 @@ DECODE_VALUES_PER_SECOND = 46.1e6  # one core, decoded and added
 BLOCK_FRAME_BYTES = 24  # around each block of a transfer
 ENVELOPE_BYTES = 110  # an upload's header, counted at a coordinator's transport
 FIRST_WINDOW_BYTES = 14_600  # TCP's first flight: ten segments (RFC 6928)
-ROUND_TRIPS = 2  # upload and its answer, WaitRound; a large update is pulled: one more
+ROUND_TRIPS = 1  # upload, and the update in answer; a large update is pulled: one more
 TARGET = 0.95  # utilisation that advice aims at
 MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
 

@@ -47,7 +47,7 @@ class Entry(ABC):
         self._site = site
         self._session = session
         self._pulse = Pulse()
-        self._meanwhile = Meanwhile(site, session, self._step_meanwhile)
+        self._meanwhile = Meanwhile(site, session, self._pulse, self._step_meanwhile)
         self._at = Progress()
 
     @abstractmethod

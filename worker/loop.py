@@ -125,9 +125,15 @@ class Worker(Entry):
         self._evaluate_if_due()
         contribution = self._prepare(plan)
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
+            if self._site.leads:
+                self._session.ask_ahead(self._exchange.round, self._at.theta_digest)
             try:
                 self._meanwhile.do(lambda: self._push(contribution))
+            except MembersChanged:
+                self._session.forget_directive()
+                raise
             except RefusedError as refused:
+                self._session.forget_directive()
                 self._take_refusal(refused)
 
     def _prepare(self, plan: pb.RoundPlan) -> Contribution:

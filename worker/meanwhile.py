@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from worker.pulse import Pulse
 from worker.session import Session
 from worker.site import Site
 
@@ -23,9 +24,12 @@ class Meanwhile:
     coordinator does not answer; it returns False when the site may make no further inner step.
     """
 
-    def __init__(self, site: Site, session: Session, step: Callable[[bool], bool]) -> None:
+    def __init__(
+        self, site: Site, session: Session, pulse: Pulse, step: Callable[[bool], bool]
+    ) -> None:
         self._site = site
         self._session = session
+        self._pulse = pulse
         self._step = step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="network")
         self.waited_seconds = 0.0
@@ -45,6 +49,6 @@ class Meanwhile:
 
     def _vote(self, future: Future[T]) -> tuple[bool, bool]:
         """Whether any rank is not done, and whether any gets no answer; equal on all ranks."""
-        silent = self._session.away_seconds > AWAY_SECONDS
+        silent = max(self._session.away_seconds, self._pulse.silent_seconds) > AWAY_SECONDS
         pending, away = self._site.sum(float(not future.done()), float(silent))
         return pending > 0, away > 0

@@ -17,6 +17,7 @@ from loco.log import log_fields
 from loco.metrics import WireMetrics
 from loco.wire.access import Access, Link
 from loco.wire.protocol import CHANNEL_OPTIONS, phase_name, wire_size
+from loco.wire.refusal import refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
@@ -48,6 +49,7 @@ class Pulse:
         self._since = time.monotonic()
         self._spans: deque[_Span] = deque()
         self._num_earlier_spans = 0
+        self._unanswered_since: float | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -114,6 +116,17 @@ class Pulse:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._unanswered_since = None
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the coordinator has owed the answer to a heartbeat.
+
+        0 while it answers, and on ranks that send none. A line that swallows every packet shows
+        here first: calls in progress notice it only when TCP or keepalive gives up.
+        """
+        since = self._unanswered_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _run(self, link: Link, interval: float, wire: WireMetrics) -> None:
         while not self._stop.wait(interval):
@@ -124,12 +137,17 @@ class Pulse:
     def _send(self, stub: pb_grpc.CoordinatorServiceStub, wire: WireMetrics) -> None:
         beat = self._snapshot()
         wire.count(beat.caller.site, "up", "control", wire_size(beat))
+        if self._unanswered_since is None:
+            self._unanswered_since = time.monotonic()
         try:
             answer = stub.Heartbeat(beat, timeout=10.0)
         except grpc.RpcError as error:
             # The main loop meets the same coordinator and decides; the pulse only tries again.
             log.debug("heartbeat: %s", error)
+            if refusal_of(error) is not None:
+                self._unanswered_since = None
             return
+        self._unanswered_since = None
         wire.count(beat.caller.site, "down", "control", wire_size(answer))
         self._answered(beat)
 

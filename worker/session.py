@@ -47,6 +47,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 CALL_SECONDS = 30.0
 POLL_SECONDS = 20.0
+ANSWER_SECONDS = 140.0  # a poll, and an update that comes with its answer at 35 kbit/s
 MAX_PAUSE_SECONDS = 5.0
 SAY_SECONDS = 5.0  # between lines about a coordinator that is away
 # Answers that mean "not now": the coordinator is starting, stopping (which cancels calls), out of
@@ -84,6 +85,15 @@ class Have:
     theta_digest: str
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A question whose answer is under way."""
+
+    have_round: int
+    theta_digest: str
+    call: grpc.Future[pb.WaitRoundResponse]
+
+
 class Session:
     """Calls of one rank; the leader also joins, waits, beats and leaves."""
 
@@ -108,6 +118,7 @@ class Session:
         self._away_since: float | None = None
         self._said = 0.0
         self._closed = False
+        self._asked: _Asked | None = None
         self.caller = pb.Caller()
         self.retries = 0
         """Calls tried again because the coordinator did not answer."""
@@ -148,21 +159,60 @@ class Session:
         )
         return self._call(lambda stub: stub.Join, request)
 
+    def ask_ahead(self, have_round: int, theta_digest: str) -> None:
+        """Ask already for what comes after the contribution that is about to be pushed.
+
+        `next_directive` then has its answer a round trip earlier. To be forgotten if the push does
+        not end well.
+        """
+        self.forget_directive()
+        request = self._question(have_round, theta_digest)
+        request.contributing = True
+        call = self._stub.WaitRound.future(self._sent(request, "control"), timeout=ANSWER_SECONDS)
+        self._asked = _Asked(have_round, theta_digest, call)
+
+    def forget_directive(self) -> None:
+        """What `ask_ahead` asked for is not wanted any more."""
+        if self._asked is not None:
+            self._asked.call.cancel()
+            self._asked = None
+
     def next_directive(self, have_round: int, theta_digest: str) -> pb.WaitRoundResponse:
         """Wait until the site may go on; says in the log for what it waits."""
-        request = pb.WaitRoundRequest(
+        request = self._question(have_round, theta_digest)
+        started = time.monotonic()
+        while True:
+            response = self._asked_ahead(have_round, theta_digest) or self._call(
+                lambda stub: stub.WaitRound, request, timeout=ANSWER_SECONDS
+            )
+            if response.directive != pb.DIRECTIVE_WAIT:
+                return response
+            waited = time.monotonic() - started
+            log.info("waiting for %.0f s: %s", waited, response.message)
+
+    def _question(self, have_round: int, theta_digest: str) -> pb.WaitRoundRequest:
+        return pb.WaitRoundRequest(
             caller=self.caller,
             have_round=have_round,
             theta_digest=theta_digest,
             timeout_seconds=POLL_SECONDS,
         )
-        started = time.monotonic()
-        while True:
-            response = self._call(lambda stub: stub.WaitRound, request, timeout=2 * POLL_SECONDS)
-            if response.directive != pb.DIRECTIVE_WAIT:
-                return response
-            waited = time.monotonic() - started
-            log.info("waiting for %.0f s: %s", waited, response.message)
+
+    def _asked_ahead(self, have_round: int, theta_digest: str) -> pb.WaitRoundResponse | None:
+        """The answer to `ask_ahead`; None if there is none to this question."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return None
+        if (asked.have_round, asked.theta_digest) != (have_round, theta_digest):
+            asked.call.cancel()
+            return None
+        try:
+            response = asked.call.result()
+        except grpc.RpcError as error:  # asked again, that call decides what it means
+            log.debug("no answer ahead: %s", describe(error))
+            return None
+        self._received(response, "control")
+        return response
 
     def leave(self, reason: str) -> None:
         """Say goodbye; a coordinator that does not answer now is not waited for."""

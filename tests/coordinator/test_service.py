@@ -145,6 +145,24 @@ def test_a_wait_ends_when_there_is_something_to_do(
     assert answer.result(timeout=20).directive == pb.DIRECTIVE_UPDATE
 
 
+def test_a_site_whose_contribution_is_on_its_way_gets_the_update_and_no_order_to_train(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    paris, oslo = sites
+    request = pb.WaitRoundRequest(
+        caller=paris.caller, theta_digest=coordinator.state.theta_digest, timeout_seconds=0.1
+    )
+    assert paris.stub.WaitRound(request, timeout=20).directive == pb.DIRECTIVE_TRAIN
+    request.contributing = True
+    assert paris.stub.WaitRound(request, timeout=20).directive == pb.DIRECTIVE_WAIT
+    request.timeout_seconds = 29
+    answer = paris.stub.WaitRound.future(request)
+    paris.contribute(0, vector(LAYOUT, 1))
+    oslo.contribute(0, vector(LAYOUT, 2))
+    told = answer.result(timeout=20)
+    assert (told.directive, told.included) == (pb.DIRECTIVE_UPDATE, True)
+
+
 def test_a_wait_says_what_for(coordinator: Coordinator, sites: tuple[Member, Member]) -> None:
     paris, _ = sites
     paris.contribute(0, vector(LAYOUT, 1))

@@ -7,6 +7,8 @@ every round and in every bit. Run alone: pytest tests/integration/test_overlap.p
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,24 @@ def test_the_speed_of_the_link_changes_nothing(
         Life(proxy.address, "paris").finishes()
         proxy.close()
         assert digests(coordinator) == undisturbed
+
+
+def test_a_site_that_waits_needs_one_round_trip_a_round(tmp_path: Path) -> None:
+    """It asks what comes next while its contribution is on its way."""
+    rtt, pushes = 0.5, []
+
+    def note(what: str, _round: int) -> bool:
+        if what == "before push":
+            pushes.append(time.monotonic())
+        return False
+
+    with run_of(tmp_path / "state", config_of_run(0, sites=("paris",))) as coordinator:
+        host, port = coordinator.address.split(":")
+        proxy = Proxy((host, int(port)))
+        proxy.change(latency_seconds=rtt / 2)
+        Life(proxy.address, "paris", is_over=note).finishes()
+        proxy.close()
+    assert rtt < min(b - a for a, b in itertools.pairwise(pushes)) < 2 * rtt
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -103,8 +103,8 @@ def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
     assert p.up_seconds == pytest.approx(8 * p.bytes_up / 500e6)
     assert p.down_seconds == pytest.approx(8 * p.bytes_down / 250e6)
     slow_start = np.log2(500e6 / 8 * 0.08 / 14600) + np.log2(250e6 / 8 * 0.08 / 14600)
-    # upload, WaitRound, and Pull, because the update is too large to come with the directive
-    assert p.latency_seconds == pytest.approx((3 + slow_start) * 0.08)
+    # upload and directive, and Pull, because the update is too large to come with the directive
+    assert p.latency_seconds == pytest.approx((2 + slow_start) * 0.08)
     parts = (
         p.encode_seconds, p.up_seconds, p.coordinator_seconds, p.down_seconds, p.apply_seconds,
         p.latency_seconds,

@@ -1045,12 +1045,15 @@ class WaitRoundRequest(_message.Message):
     HAVE_ROUND_FIELD_NUMBER: _builtins.int
     THETA_DIGEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    CONTRIBUTING_FIELD_NUMBER: _builtins.int
     have_round: _builtins.int
     """Round of the theta that the site holds."""
     theta_digest: _builtins.str
     """Digest of that theta, hex."""
     timeout_seconds: _builtins.float
     """How long the coordinator may hold the answer, in seconds."""
+    contributing: _builtins.bool
+    """The site's contribution to the round of its theta is on its way: it needs no TRAIN for it."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """Who."""
@@ -1062,10 +1065,11 @@ class WaitRoundRequest(_message.Message):
         have_round: _builtins.int = ...,
         theta_digest: _builtins.str = ...,
         timeout_seconds: _builtins.float = ...,
+        contributing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "have_round", b"have_round", "theta_digest", b"theta_digest", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "contributing", b"contributing", "have_round", b"have_round", "theta_digest", b"theta_digest", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
