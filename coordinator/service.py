@@ -37,7 +37,7 @@ from loco.layout import Layout
 from loco.wire.blocks import make_block
 from loco.wire.protocol import (
     BLOCK_BYTES,
-    INLINE_BYTES,
+    INLINE_UPDATE_BYTES,
     PROTOCOL_VERSION,
     sizes_by_kind,
     wire_size,
@@ -220,7 +220,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         )
         if word == "update":
             update = state.updates[have_round]
-            if update.size_bytes <= INLINE_BYTES:
+            if update.size_bytes <= INLINE_UPDATE_BYTES:
                 with contextlib.suppress(FileNotFoundError):  # forgotten meanwhile: Pull says so
                     response.update.CopyFrom(await self._small_update(have_round))
             if may_go_on(state, site, have_round):

@@ -19,7 +19,7 @@ from loco.codec.backend import WORTH_COMPILING
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout, cells
 from loco.outer import k_of_site
-from loco.wire.protocol import BLOCK_BYTES, INLINE_BYTES
+from loco.wire.protocol import BLOCK_BYTES, INLINE_UPDATE_BYTES
 
 DENSE_BITS = 32
 SAMPLE_CHUNKS = 128  # their sizes scatter by less than 1 %
@@ -258,7 +258,7 @@ def _transfer_seconds(setting: Setting, num_bytes: int, mbit: float) -> float:
 
 def _latency_seconds(setting: Setting, up: int, down: int) -> float:
     rtt = setting.rtt_ms / 1e3
-    trips = float(ROUND_TRIPS + (down > INLINE_BYTES))
+    trips = float(ROUND_TRIPS + (down > INLINE_UPDATE_BYTES))
     for num_bytes, mbit in ((up, setting.up_mbit), (down, setting.down_mbit)):
         in_flight = min(num_bytes, mbit * 1e6 / 8 * rtt)
         trips += math.log2(max(1.0, in_flight / FIRST_WINDOW_BYTES))

@@ -10,7 +10,8 @@ from loco.wire.v1 import coordinator_pb2 as pb
 PROTOCOL_VERSION = 1
 
 BLOCK_BYTES = 256 * 1024  # grpc.aio moves most per second with 64 KiB to 1 MiB a message
-INLINE_BYTES = 512 * 1024  # an update up to this comes with the answer that announces it
+INLINE_BYTES = 64 * 1024  # a shard up to this comes with its header, in one message
+INLINE_UPDATE_BYTES = 512 * 1024  # an update up to this comes with the answer that announces it
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024  # a block and its frame; layouts of 10,000 tensors fit
 
 PROBE_BYTES = 8 * 1024 * 1024  # of a measurement, each way at most
