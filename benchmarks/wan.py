@@ -6,7 +6,8 @@ Methods run one after another on the same emulated network (benchmarks/tun.py; n
 SparseLoCo waiting for its update, SparseLoCo with the exchange behind inner steps, dense DiLoCo of
 ours, and torchft's DiLoCo with one bucket and with one call a tensor. loco's sites talk mutual TLS,
 torchft has none. For each: the share of time spent in inner steps, seconds a round spent on
-anything else, and bytes a round at a site's card.
+anything else, and bytes a round at a site's card; of transfers that are calls by themselves also
+bytes, seconds, and the share of the link's rate that they reach.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from typing import Any
 import tomli_w
 
 from benchmarks.tun import Wan
+from benchmarks.wan_site import WARM_UP_ROUNDS
+from coordinator.events import ShardStored
+from coordinator.store import Store
 from loco.config import Config
 
 PORT, LIGHTHOUSE_PORT = 29400, 29510
@@ -55,9 +59,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--delay-steps", type=int, help="of `overlapped`; default H")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--k", type=int, default=64, help="values a chunk of 4096")
+    parser.add_argument(
+        "--black-hole-seconds", type=float, default=0.0,
+        help="swallow every packet for so long after the warm-up; loco's methods only",
+    )  # fmt: skip
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.black_hole_seconds and any(m.startswith("torchft") for m in args.method):
+        parser.error("--black-hole-seconds ends torchft's sites: give --method without torchft's")
+    return args
 
 
 def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
@@ -74,6 +85,9 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
             command = site_command(method, args, wan, Path(folder), host, name)
             sites.append(wan.start(host, command))
         deadline = started + LIMIT_SECONDS
+        if args.black_hole_seconds:
+            await_round(Path(folder), WARM_UP_ROUNDS, deadline)
+            wan.black_hole(args.black_hole_seconds)
         try:
             codes = [site.wait(deadline - time.monotonic()) for site in sites]
         except subprocess.TimeoutExpired:
@@ -81,14 +95,38 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
                 f"{method}: not done after {LIMIT_SECONDS} s; fewer --rounds?"
             ) from None
         hub.kill()
+        hub.wait()
         if any(codes):
             raise SystemExit(f"{method}: a site failed, exit codes {codes}")
         rows = [json.loads((Path(folder) / f"{name}.json").read_text()) for name in names]
+        if args.black_hole_seconds:
+            counted = counted_steps(Path(folder))
+            for name, row in zip(names, rows, strict=True):
+                row["steps_lost"] = row["steps"] - counted[name]
     mean = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-    fastest = mean["wire_bytes_up"] + mean["wire_bytes_down"]
-    busy = max(mean["sync_seconds"], 1e-9)
-    mean["goodput_over_link_rate"] = fastest * 8 / busy / (args.mbit * 1e6)
+    for way in ("upload", "download"):
+        if f"{way}_seconds" in mean:
+            # The first byte needs half a round trip, the answer or the request the other half.
+            line_seconds = mean[f"{way}_seconds"] - args.rtt_ms / 1e3
+            rate = 8 * mean[f"{way}_bytes"] / line_seconds
+            mean[f"{way}_goodput_over_link_rate"] = rate / (args.mbit * 1e6)
     return {**mean, "wall_seconds": time.monotonic() - started}
+
+
+def await_round(folder: Path, round_: int, deadline: float) -> None:
+    """Return when so many rounds are committed."""
+    while not (folder / "state" / "updates" / str(round_ - 1)).exists():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"round {round_} is not reached after {LIMIT_SECONDS} s")
+        time.sleep(0.1)
+
+
+def counted_steps(folder: Path) -> dict[str, int]:
+    """Inner steps of each site behind its accepted contributions."""
+    store = Store.open(folder / "state")
+    events = [event for _, event in store.journal.replay(after=0)]
+    store.close()
+    return {event.site: event.data_cursor for event in events if isinstance(event, ShardStored)}
 
 
 def config_of(method: str, args: argparse.Namespace) -> Config:

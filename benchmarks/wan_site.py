@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,32 @@ WARM_UP_ROUNDS = 2
 """Rounds before anything counts: connections open, windows grow, kernels compile."""
 
 
+class Transfers:
+    """When each round's shards and update were on their way, and how many bytes they had."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, float] = {}
+        self.ended: dict[int, float] = {}
+        self.bytes: Counter[int] = Counter()
+
+    def begin(self, round_: int) -> None:
+        """Of several parts only the first one counts."""
+        self.begun.setdefault(round_, time.monotonic())
+
+    def end(self, round_: int, num_bytes: int) -> None:
+        self.ended[round_] = time.monotonic()
+        self.bytes[round_] += num_bytes
+
+    def report(self, name: str) -> dict[str, float]:
+        """Medians over the counted rounds; nothing where nothing was moved by itself."""
+        rounds = sorted(self.ended)[WARM_UP_ROUNDS:]
+        if not rounds:
+            return {}
+        seconds = statistics.median(self.ended[r] - self.begun[r] for r in rounds)
+        size = statistics.median(self.bytes[r] for r in rounds)
+        return {f"{name}_bytes": size, f"{name}_seconds": seconds}
+
+
 class Pace:
     """What an inner step costs, and when each was made."""
 
@@ -38,6 +66,7 @@ class Pace:
         self.steps: list[tuple[float, float]] = []
         self.cpu: list[tuple[float, float]] = []
         self.counters: list[tuple[int, int]] = []
+        self.uploads, self.downloads = Transfers(), Transfers()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -71,6 +100,9 @@ class Pace:
                 b[0] - a[1]
                 for a, b in zip(self.steps[first:last], self.steps[first + 1 :])  # noqa: B905
             ),
+            "steps": len(self.steps),
+            **self.uploads.report("upload"),
+            **self.downloads.report("download"),
         }
 
 
@@ -107,6 +139,7 @@ def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001
 
     from loco.inner.groups import Group
     from loco.metrics import Catalogue, WireMetrics
+    from loco.wire.v1 import coordinator_pb2 as pb
     from worker.loop import Worker
     from worker.options import Options
     from worker.session import Session
@@ -130,13 +163,30 @@ def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001
             corpus = self._config.data.corpus
             return PacedTrainer(self._config, self._site, args.site, corpus)
 
+    class TimedSession(Session):
+        def begin_push(self, header: pb.PushHeader, body: bytes) -> None:
+            paces[0].uploads.begin(header.round)
+            super().begin_push(header, body)
+
+        def push(self, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
+            paces[0].uploads.begin(header.round)
+            answer = super().push(header, body)
+            paces[0].uploads.end(header.round, len(body))
+            return answer
+
+        def pull(self, round_: int, span: range) -> bytes:
+            paces[0].downloads.begin(round_)
+            data = super().pull(round_, span)
+            paces[0].downloads.end(round_, len(data))
+            return data
+
     options = Options(
         coordinator=args.coordinator, site=args.site, data=None, device="cpu",
         patience_seconds=120.0, threads=1, metrics=None, checkpoint=None,
         checkpoint_every_rounds=1, link_mbit=None, bundle=args.bundle,
     )  # fmt: skip
     wire = WireMetrics(Catalogue(CollectorRegistry()))
-    session = Session(args.coordinator, args.site, 120.0, wire, options.access)
+    session = TimedSession(args.coordinator, args.site, 120.0, wire, options.access)
     PacedWorker(options, Site(torch.device("cpu"), Group()), session).run()
     session.close()
     return paces[0]

@@ -114,7 +114,7 @@ def _check_shard(state: State, event: ShardStored, have: Contribution | None) ->
         return Refuse(
             reason="shard",
             message=f"shard {event.shard} of {event.num_shards}, fragment {event.fragment}: site "
-            f"{event.site!r} joined with {num_ranks} ranks, so shards are 0 to {num_ranks - 1} of "
+            f"{event.site!r} joined with {num_ranks} shards, so they are 0 to {num_ranks - 1} of "
             f"{num_ranks}, fragment 0",
         )
     if event.tokens < 1:

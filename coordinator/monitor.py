@@ -182,7 +182,7 @@ class Monitor:
                 direction, 0.0, self.bytes[event.site, direction, kind]
             )
         self._appear(event.site)
-        message = f"site {event.site} joined with {event.num_ranks} ranks (incarnation"
+        message = f"site {event.site} joined with {event.num_ranks} shards (incarnation"
         self._note("joined", f"{message} {incarnation})", site=event.site)
 
     def _departed(self, site: str, how: str, why: str) -> None:

@@ -98,7 +98,7 @@ def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, An
         "name": name,
         "status": site.status,
         "incarnation": site.incarnation,
-        "ranks": site.num_ranks,
+        "ranks": told.ranks or site.num_ranks,
         "members": told.members,
         "member_changes": told.member_changes,
         "phase": told.phase,

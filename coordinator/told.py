@@ -38,6 +38,8 @@ class Told:
     theta_digest: str = ""
     train_bits_per_byte: float | None = None
     in_site_bytes: int = 0
+    ranks: int = 0
+    """Ranks that the site was started with; 0: not told yet."""
     members: int = 0
     """Ranks that make inner steps now; 0: they cannot come and go."""
     member_changes: int = 0
@@ -59,6 +61,7 @@ class Told:
         if beat.HasField("train_bits_per_byte"):
             self.train_bits_per_byte = beat.train_bits_per_byte
         self.in_site_bytes = beat.totals.in_site_bytes
+        self.ranks = beat.ranks
         self.members = beat.membership.members
         self.member_changes = beat.membership.changes
         if beat.reports:

@@ -142,6 +142,7 @@ class Entry(ABC):
             )
         with self._pulse.edit() as beat:
             beat.link_bytes_per_second = (self._options.link_mbit or 0.0) * 1e6 / 8
+            beat.ranks = self._site.num_shards // self._site.shards_a_rank
         self._at.heartbeat_seconds = joined.heartbeat_seconds
         self._lead()
         return joined

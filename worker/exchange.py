@@ -27,7 +27,20 @@ from loco.digest import chunk_hashes, theta_digest
 from loco.errors import NonFiniteError
 from loco.layout import CHUNK, Layout, cells
 from loco.outer import apply_update
+from worker.lanes import num_parts
 from worker.site import Site
+
+Made = Callable[[int, bytes], None]
+"""Called with a shard's number and its payloads."""
+
+
+def contribution_bytes(config: Config, layout: Layout) -> int:
+    """About what a site sends in a round, its densest one."""
+    codec_ = config.codec
+    if codec_.bits == 32:
+        return 4 * layout.num_elements
+    k = max(codec_.k, codec_.k_start or 0)
+    return layout.num_chunks * k * (8 + codec_.bits) // 8  # positions take about 8 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +119,7 @@ class Exchange:
         self._layout = layout
         self._parameters = dict(model.named_parameters())
         self.rows = layout.shard(site.rank, site.num_ranks)
+        site.shards_a_rank = num_parts(contribution_bytes(config, layout) // site.num_ranks)
         self._theta = np.zeros(len(self.rows) * CHUNK, np.float32)
         self._hashes = chunk_hashes(self._theta)
         self._ef = np.zeros_like(self._theta)
@@ -198,21 +212,30 @@ class Exchange:
         """The pseudo-gradient is measured at what `read` gave; inner steps may go on."""
         self._anchor = params
 
-    def encode(self, k: int) -> Staged:
-        """This rank's shard of the contribution that `capture` began: one payload a cell.
+    def encode(self, k: int, made: Made | None = None) -> Staged:
+        """This rank's shards of the contribution that `capture` began: one payload a cell.
+
+        Each is given to `made` as soon as it is complete; the next ones are encoded meanwhile.
 
         Raises:
             NonFiniteError: names the tensor; EF is as it was.
         """
         self._check_finite()
-        parts = self._encode_rows(self.rows, self._ef, k)
-        body = b"".join(encoded.payload for _, encoded in parts)
+        shards, parts = {}, []
+        each = self._site.shards_a_rank
+        for shard in range(self._site.rank * each, (self._site.rank + 1) * each):
+            rows = self._layout.shard(shard, self._site.num_shards)
+            encoded = self._encode_rows(rows, self._ef, k)
+            shards[shard] = b"".join(part.payload for _, part in encoded)
+            if made is not None:
+                made(shard, shards[shard])
+            parts += encoded
         norm_sq = sum(encoded.norm_sq for _, encoded in parts)
 
         def keep() -> None:
             self._sent = Sent(self.round, parts)
 
-        return Staged(shards={self._site.rank: body}, ef_norm_sq=norm_sq, keep=keep)
+        return Staged(shards=shards, ef_norm_sq=norm_sq, keep=keep)
 
     def _encode_rows(
         self, rows: range, error_feedback: npt.NDArray[np.float32], k: int

@@ -123,7 +123,7 @@ class Worker(Entry):
         """What is left of H inner steps, then this rank's shard; asked again, the same shard."""
         self._at.plan = plan
         self._evaluate_if_due()
-        contribution = self._prepare(plan)
+        contribution = self._prepare(plan, push=True)
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
             if self._site.leads:
                 self._session.ask_ahead(self._exchange.round, self._at.theta_digest)
@@ -136,13 +136,16 @@ class Worker(Entry):
                 self._session.forget_directive()
                 self._take_refusal(refused)
 
-    def _prepare(self, plan: pb.RoundPlan) -> Contribution:
-        """The round's contribution; what of it is done already is not done again."""
+    def _prepare(self, plan: pb.RoundPlan, *, push: bool = False) -> Contribution:
+        """The round's contribution; what of it is done already is not done again.
+
+        With `push` the upload of one shard begins while the next one is encoded.
+        """
         if not self._has_contributed():
             self._train(plan)
         assert self._at.pending is not None
         if not self._at.pending.shards:
-            self._encode(self._at.pending, plan.k)
+            self._encode(self._at.pending, plan.k, push=push)
         return self._at.pending
 
     def _train(self, plan: pb.RoundPlan) -> None:
@@ -176,10 +179,15 @@ class Worker(Entry):
             if local.train_bits_per_byte is not None:
                 beat.train_bits_per_byte = local.train_bits_per_byte
 
-    def _encode(self, contribution: Contribution, k: int) -> None:
+    def _encode(self, contribution: Contribution, k: int, *, push: bool) -> None:
         """The shards of a contribution, while inner steps go on."""
+
+        def begin(shard: int, body: bytes) -> None:
+            self._session.begin_push(contribution.header_of(shard), body)
+
+        made = begin if push and self._site.shards_a_rank > 1 else None
         with self._pulse.phase(pb.SITE_PHASE_ENCODE):
-            staged = self._meanwhile.do(lambda: self._exchange.encode(k))
+            staged = self._meanwhile.do(lambda: self._exchange.encode(k, made))
         sums = self._site.sum(
             staged.ef_norm_sq,
             self._session.retries,
@@ -228,12 +236,17 @@ class Worker(Entry):
 
     def _push(self, contribution: Contribution) -> None:
         """Upload the shards that fall to this rank: its own, or its part of all."""
-        for shard, body in contribution.shards.items():
-            if shard % self._site.num_ranks == self._site.rank:
-                header = pb.PushHeader()
-                header.CopyFrom(contribution.header)
-                header.shard = shard
-                self._session.push(header, body)
+        site = self._site
+        mine = [
+            (contribution.header_of(shard), body)
+            for shard, body in contribution.shards.items()
+            if shard // site.shards_a_rank % site.num_ranks == site.rank
+        ]
+        if len(mine) > 1:
+            for header, body in mine:
+                self._session.begin_push(header, body)
+        for header, body in mine:
+            self._session.push(header, body)
 
     def _take_refusal(self, refused: RefusedError) -> None:
         """Nothing of a refused contribution is lost; the next directive says how to go on."""
@@ -295,10 +308,8 @@ class Worker(Entry):
         """Pull the update in parts, one a rank, and apply it everywhere at the same step."""
         if directive.included and not self._has_contributed():
             self._repeat(directive.plan, directive.data_cursor)
-        if self._has_contributed():
-            self._prepare(
-                self._at.plan
-            )  # EF must hold what was measured, though nobody waits for it
+        if self._has_contributed():  # EF must hold what was measured, though nobody waits for it
+            self._prepare(self._at.plan)
         with self._pulse.phase(pb.SITE_PHASE_PULL):
             update = self._pull(directive)
         with self._pulse.phase(pb.SITE_PHASE_APPLY):

@@ -26,6 +26,13 @@ class Contribution:
     def round(self) -> int:
         return self.header.round
 
+    def header_of(self, shard: int) -> pb.PushHeader:
+        """What goes before the bytes of a shard."""
+        header = pb.PushHeader()
+        header.CopyFrom(self.header)
+        header.shard = shard
+        return header
+
 
 @dataclass
 class Progress:

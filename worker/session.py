@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
@@ -35,6 +37,7 @@ from loco.wire.protocol import (
 from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+from worker.lanes import Lanes, cut
 from worker.stall import StalledError, Watch
 
 if TYPE_CHECKING:
@@ -111,7 +114,9 @@ class Session:
         self._site = site
         self._patience = patience
         self.wire = wire
-        self._link = Link(address, self.access)
+        self._lanes = Lanes(address, self.access)
+        self._begun: dict[tuple[int, int, bytes], Future[pb.PushResponse]] = {}
+        self._counting = threading.Lock()
         self._answered = False
         self._instance = secrets.token_hex(8)
         self._random = Random()  # the global one may be a user's, who counts on its state
@@ -128,11 +133,11 @@ class Session:
     def close(self) -> None:
         """End all calls; those of other threads raise."""
         self._closed = True
-        self._link.close()
+        self._lanes.close()
 
     @property
     def _stub(self) -> pb_grpc.CoordinatorServiceStub:
-        return self._link.stub
+        return self._lanes.first.stub
 
     # --- the leader -----------------------------------------------------------------------------
 
@@ -224,8 +229,20 @@ class Session:
 
     # --- every rank -----------------------------------------------------------------------------
 
+    def begin_push(self, header: pb.PushHeader, body: bytes) -> None:
+        """Begin to upload one of several shards, beside others; `push` of it waits for its end."""
+        key = (header.round, header.shard, bytes_digest(body))
+        self._begun = {k: push for k, push in self._begun.items() if k[0] >= header.round}
+        before = self._begun.get(key)
+        if before is None or (before.done() and before.exception() is not None):
+            self._begun[key] = self._lanes.start(lambda link: self._push(link, header, body))
+
     def push(self, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
         """Upload one shard; safe to repeat, and goes on where a broken stream stopped."""
+        begun = self._begun.pop((header.round, header.shard, bytes_digest(body)), None)
+        return self._push(self._lanes.first, header, body) if begun is None else begun.result()
+
+    def _push(self, link: Link, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
         header.caller.CopyFrom(self.caller)
         header.size_bytes = len(body)
         header.digest = bytes_digest(body)
@@ -234,10 +251,10 @@ class Session:
         def push_once() -> pb.PushResponse:
             nonlocal fresh
             header.offset = 0 if fresh else self._push_offset(header)
-            self.resumed_bytes += header.offset
+            self._resumed(header.offset)
             fresh = False
             with Watch() as watch:
-                call = self._stub.Push.future(self._push_messages(header, body, watch))
+                call = link.stub.Push.future(self._push_messages(header, body, watch))
                 watch.start(call.cancel)
                 response: pb.PushResponse = call.result()
             return response
@@ -271,22 +288,22 @@ class Session:
     def pull(self, round_: int, span: range) -> bytes:
         """These bytes of the update that ends a round."""
 
-        def ask(offset: int) -> _Stream:
+        def ask(link: Link, part: range) -> _Stream:
             request = pb.PullRequest(
-                caller=self.caller, round=round_, offset=offset, length=span.stop - offset
+                caller=self.caller, round=round_, offset=part.start, length=len(part)
             )
-            return cast(_Stream, self._stub.Pull(self._sent(request, "control")))
+            return cast(_Stream, link.stub.Pull(self._sent(request, "control")))
 
         return self._download(ask, span, "update")
 
     def snapshot(self, round_: int, span: range) -> bytes:
         """These bytes of theta at a snapshot's round."""
 
-        def ask(offset: int) -> _Stream:
+        def ask(link: Link, part: range) -> _Stream:
             request = pb.SnapshotRequest(
-                caller=self.caller, round=round_, offset=offset, length=span.stop - offset
+                caller=self.caller, round=round_, offset=part.start, length=len(part)
             )
-            return cast(_Stream, self._stub.Snapshot(self._sent(request, "control")))
+            return cast(_Stream, link.stub.Snapshot(self._sent(request, "control")))
 
         return self._download(ask, span, "snapshot")
 
@@ -306,7 +323,7 @@ class Session:
 
     def _signed_fact(self, entry: pb.SignedEntry, kind: str, round_: int) -> Fact | None:
         """None in plaintext, where nothing is signed."""
-        authority = self._link.authority
+        authority = self._lanes.first.authority
         if authority is None:
             return None
         from loco.chain import Entry, check_fact, verify  # plaintext needs none of its imports
@@ -323,16 +340,26 @@ class Session:
 
     # --- plumbing -------------------------------------------------------------------------------
 
-    def _download(self, ask: Callable[[int], _Stream], span: range, kind: str) -> bytes:
-        """Bytes of `span`; after a broken connection it goes on where it stopped."""
+    def _download(self, ask: Callable[[Link, range], _Stream], span: range, kind: str) -> bytes:
+        """Bytes of `span`, in parts side by side where it is long."""
+        return b"".join(
+            self._lanes.each(
+                lambda link, part: self._download_part(link, ask, part, kind), cut(span)
+            )
+        )
+
+    def _download_part(
+        self, link: Link, ask: Callable[[Link, range], _Stream], part: range, kind: str
+    ) -> bytes:
+        """After a broken connection it goes on where it stopped."""
         data = bytearray()
 
         def go_on() -> None:
-            if len(data) == len(span):
+            if len(data) == len(part):
                 return
-            self.resumed_bytes += len(data)
+            self._resumed(len(data))
             with Watch() as watch:
-                stream = ask(span.start + len(data))
+                stream = ask(link, part[len(data) :])
                 watch.start(stream.cancel)
                 for response in stream:
                     watch.moved()
@@ -367,7 +394,8 @@ class Session:
                 result = attempt()
             except (grpc.RpcError, DamagedBlockError, StalledError) as error:
                 self._check_hope(error)
-                self.retries += 1
+                with self._counting:
+                    self.retries += 1
                 time.sleep(pause * self._random.uniform(0.5, 1.0))
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
             else:
@@ -378,7 +406,12 @@ class Session:
     @property
     def away_seconds(self) -> float:
         """How long the coordinator has not answered; 0 while it does."""
-        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _resumed(self, num_bytes: int) -> None:
+        with self._counting:
+            self.resumed_bytes += num_bytes
 
     def _check_hope(self, error: grpc.RpcError | DamagedBlockError | StalledError) -> None:
         """Return where another attempt may help; raise where it cannot, or patience is over."""
@@ -399,7 +432,7 @@ class Session:
     def _check_credentials(self) -> str | None:
         """Why the two sides do not accept each other, if that is it: a site that was never answered
         ends with it, a later one waits, for whoever renews a certificate."""
-        problem = self._link.problem()
+        problem = self._lanes.first.problem()
         if problem is not None and not self._answered:
             raise problem
         return None if problem is None else str(problem)

@@ -46,6 +46,8 @@ class Site:
         self.group = group
         self.rank = group.rank
         self.num_ranks = group.size
+        self.shards_a_rank = 1
+        """In how many parts a rank uploads what it contributes."""
 
     @classmethod
     def join(cls, device_name: str) -> Site:
@@ -63,8 +65,8 @@ class Site:
 
     @property
     def num_shards(self) -> int:
-        """Parts of the site's contributions, as many as the ranks that it joined with."""
-        return self.num_ranks
+        """Parts of the site's contributions: one or more for each rank that it joined with."""
+        return self.num_ranks * self.shards_a_rank
 
     @property
     def leads(self) -> bool:

@@ -130,7 +130,7 @@ def _(paris: Member, oslo: Member) -> None:
     paris.push(3, BODY)
 
 
-@case("shard", "shard 1 of 2, fragment 0: site 'paris' joined with 1 ranks")
+@case("shard", "shard 1 of 2, fragment 0: site 'paris' joined with 1 shards")
 def _(paris: Member, oslo: Member) -> None:
     paris.push(0, BODY, shard=1, num_shards=2)
 

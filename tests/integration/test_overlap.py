@@ -28,6 +28,7 @@ from coordinator.store import Store
 from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
 from loco.model import build_model, layout_of, pack
+from worker import lanes
 
 ROUNDS, H = 6, 3
 SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
@@ -109,6 +110,20 @@ def test_the_speed_of_the_link_changes_nothing(
         Life(proxy.address, "paris").finishes()
         proxy.close()
         assert digests(coordinator) == undisturbed
+
+
+def test_in_how_many_parts_a_rank_uploads_changes_nothing(
+    tmp_path: Path, undisturbed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LANE_BYTES", 400)
+    with run_of(tmp_path / "state", config_of_run(2, sites=("paris",))) as coordinator:
+        Life(coordinator.address, "paris").finishes()
+        assert digests(coordinator) == undisturbed
+        events = [event for _, event in coordinator.store.journal.replay(after=0)]
+        shards = {(e.shard, e.num_shards) for e in events if isinstance(e, ShardStored)}
+        assert shards == {(shard, lanes.LANES) for shard in range(lanes.LANES)}
+        (status,) = coordinator.running.monitor.status(coordinator.state)["sites"]
+        assert status["ranks"] == 1
 
 
 def test_a_site_that_waits_needs_one_round_trip_a_round(tmp_path: Path) -> None:

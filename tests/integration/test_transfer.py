@@ -27,7 +27,7 @@ from loco.wire.blocks import make_block
 from loco.wire.protocol import BLOCK_BYTES
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
-from worker import stall
+from worker import lanes, stall
 
 # Dense contributions of four blocks.
 LAYOUT = Layout.of([("weight", (256, 1024))])
@@ -84,6 +84,22 @@ def test_downloads_go_on_where_their_connection_broke(tmp_path: Path) -> None:
         assert proxy.cuts == 1
         assert site.session.resumed_bytes >= BLOCK_BYTES
         assert proxy.passed["down"] - before < BODY_BYTES + 1.5 * BLOCK_BYTES
+        assert site.digest == coordinator.state.theta_digest
+
+
+def test_parts_go_side_by_side_and_each_goes_on_where_it_broke(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LANE_BYTES", 2 * BLOCK_BYTES)
+    with behind_a_proxy(tmp_path) as (coordinator, proxy, site):
+        site.follow()
+        eventually(lambda: coordinator.state.round == 1, "the round is committed")
+        before = proxy.passed["down"]
+        cut(proxy, "down", after=3 * BLOCK_BYTES - BLOCK_BYTES // 2)
+        site.follow()
+        assert proxy.cuts == 1
+        assert len(site.session._lanes._others) == 1
+        assert proxy.passed["down"] - before < BODY_BYTES + 2.5 * BLOCK_BYTES  # two torn, frames
         assert site.digest == coordinator.state.theta_digest
 
 

@@ -81,7 +81,7 @@ def test_headline_refusals_and_events(status: dict[str, Any]) -> None:
     text = screen(status, 200)
     assert "round 1 of 9, open" in text
     assert "refused, payload: shard 0 of 'oslo' is malformed" in text
-    assert "site oslo joined with 1 ranks" in text
+    assert "site oslo joined with 1 shards" in text
 
 
 def test_numbers_for_people() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from loco.config import Config
 from loco.inner.groups import Group
 from loco.layout import Layout
-from worker.exchange import Exchange, Sent, Staged
+from worker.exchange import Exchange, Made, Sent, Staged
 from worker.site import Site
 
 
@@ -26,7 +26,7 @@ class ReplicatedExchange(Exchange):
         super().__init__(config, Site(site.device, Group(alone=True)), model, layout)
         self._members = site
 
-    def encode(self, k: int) -> Staged:
+    def encode(self, k: int, made: Made | None = None) -> Staged:
         """All shards of the contribution; EF stays as it is until they are kept."""
         self._check_finite()
         error_feedback = self._ef.copy()
@@ -35,6 +35,8 @@ class ReplicatedExchange(Exchange):
             rows = self._layout.shard(shard, self._members.num_shards)
             encoded = self._encode_rows(rows, error_feedback, k)
             shards[shard] = b"".join(part.payload for _, part in encoded)
+            if made is not None:
+                made(shard, shards[shard])
             parts += encoded
         norm_sq = sum(part.norm_sq for _, part in parts) / self._members.num_ranks
 

@@ -432,7 +432,9 @@ class JoinRequest(_message.Message):
     instance: _builtins.str
     """Random per process life: a repeated Join of the same life gets the same incarnation."""
     num_ranks: _builtins.int
-    """Ranks of the site, which is also the number of shards of its contributions."""
+    """Shards of the site's contributions: its ranks, or a multiple of them where contributions are
+    so large that each rank uploads several parts side by side.
+    """
     config_hash: _builtins.str
     """Hash of the config that the site built its model from."""
     layout_fingerprint: _builtins.str
@@ -745,6 +747,7 @@ class HeartbeatRequest(_message.Message):
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     NON_FINITE_FIELD_NUMBER: _builtins.int
     MEMBERSHIP_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     phase: Global___SitePhase.ValueType
     """What the site is doing."""
     inner_steps: _builtins.int
@@ -763,6 +766,8 @@ class HeartbeatRequest(_message.Message):
     """Rate of the site's wide-area link as its operator stated it; 0 where nobody did."""
     non_finite: _builtins.bool
     """Training stopped because loss, gradient or pseudo-gradient was not finite."""
+    ranks: _builtins.int
+    """Ranks that the site was started with."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """Who."""
@@ -810,10 +815,11 @@ class HeartbeatRequest(_message.Message):
         link_bytes_per_second: _builtins.float = ...,
         non_finite: _builtins.bool = ...,
         membership: Global___Membership | None = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "membership", b"membership", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluations", b"evaluations", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "membership", b"membership", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluations", b"evaluations", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "membership", b"membership", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "ranks", b"ranks", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__train_bits_per_byte: _TypeAlias = _typing.Literal["train_bits_per_byte"]  # noqa: Y015
     _WhichOneofArgType__train_bits_per_byte: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte"]  # noqa: Y015
@@ -898,7 +904,7 @@ class PushHeader(_message.Message):
     shard: _builtins.int
     """Index of the rank's shard."""
     num_shards: _builtins.int
-    """Shards of the contribution, equal to the site's ranks."""
+    """Shards of the contribution, as many as the site joined with."""
     size_bytes: _builtins.int
     """Bytes that follow."""
     digest: _builtins.bytes

@@ -1,0 +1,90 @@
+"""Several connections of one rank to the coordinator, for what one cannot carry fast enough.
+
+A TCP connection has no more under way than its buffers hold. Linux lets the sender's grow to 4 MB
+(net.ipv4.tcp_wmem), which on a round trip of 100 ms is 320 Mbit/s, however wide the line is. So
+transfers that are worth it are cut in parts, and the parts go side by side, each with an offset of
+its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from loco.wire.access import Access, Link
+from loco.wire.protocol import CHANNEL_OPTIONS
+
+PartT = TypeVar("PartT")
+T = TypeVar("T")
+
+LANES = 8
+LANE_BYTES = 4 * 1024 * 1024
+"""A part is at least so long: a shorter one is over before its connection gets up to speed."""
+# Without a subchannel pool of its own a channel would share the connection of the others.
+_OWN_CONNECTION = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
+
+def num_parts(num_bytes: int) -> int:
+    """In how many parts a transfer of one rank is cut."""
+    return min(LANES, max(1, num_bytes // LANE_BYTES))
+
+
+def cut(span: range) -> list[range]:
+    """Bytes of a transfer in `num_parts` parts of about equal length."""
+    parts, size = num_parts(len(span)), len(span)
+    ends = [span.start + i * size // parts for i in range(parts + 1)]
+    return [range(ends[i], ends[i + 1]) for i in range(parts)]
+
+
+class Lanes:
+    """The connections, each opened when it is first needed; and a thread for each."""
+
+    def __init__(self, address: str, access: Access) -> None:
+        self.first = Link(address, access)
+        """Of all calls that are no transfers, too."""
+        self._address = address
+        self._access = access
+        self._others: list[Link] = []
+        self._free: list[Link] = [self.first]
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(LANES, thread_name_prefix="lane")
+
+    def start(self, transfer: Callable[[Link], T]) -> Future[T]:
+        """Begin a transfer on a connection that no other one uses."""
+        return self._threads.submit(self._on_a_lane, transfer)
+
+    def each(self, transfer: Callable[[Link, PartT], T], parts: Sequence[PartT]) -> list[T]:
+        """`transfer` for each part, side by side; the results in order of the parts.
+
+        When all have ended, it raises what the first of those raised that failed.
+        """
+        if len(parts) == 1:
+            return [transfer(self.first, parts[0])]
+        transfers = [self.start(lambda link, part=part: transfer(link, part)) for part in parts]  # type: ignore[misc]
+        wait(transfers)
+        return [done.result() for done in transfers]
+
+    def close(self) -> None:
+        """End all calls; those of other threads raise."""
+        with self._lock:
+            for link in (self.first, *self._others):
+                link.close()
+        self._threads.shutdown(wait=False)
+
+    def _on_a_lane(self, transfer: Callable[[Link], T]) -> T:
+        link = self._take()
+        try:
+            return transfer(link)
+        finally:
+            with self._lock:
+                self._free.append(link)
+
+    def _take(self) -> Link:
+        with self._lock:
+            if self._free:
+                return self._free.pop(0)
+            link = Link(self._address, self._access, _OWN_CONNECTION)
+            self._others.append(link)
+            return link
