@@ -36,7 +36,8 @@ def main() -> None:
     shown = [run for name in SHOWN for run in shown if run["method"] == name]
     save(progress(shown), "progress")
     save(against_bytes(shown), "bytes")
-    save(density(runs), "density")
+    if points := by_density(runs):
+        save(density(points), "density")
     save(inside(shown), "feedback")
 
 
@@ -86,17 +87,22 @@ def against_bytes(runs: list[Run]) -> Any:
     return figure
 
 
-def density(runs: list[Run]) -> Any:
-    """Loss against k for each H, at the same number of inner steps."""
-    figure, ax = plt.subplots(figsize=(6.5, 4.2))
+def by_density(runs: list[Run]) -> dict[int, dict[int, float]]:
+    """Final loss of the recipe by H and k, for those H that were run with several k; seed 0."""
+    found: dict[int, dict[int, float]] = {}
     model = main_model(runs)
-    points: dict[int, dict[int, float]] = {}
     for run in runs:
         varied = set(run["changes"]) - {"inner.steps", "codec.k"}
         same = (run["method"], run["model"], run["data"], run["sites"], run["seed"])
         if same == ("recipe", model, "eras", 2, 0) and not varied:
-            points.setdefault(run["inner_steps"], {})[run["k"]] = run["val_bpb_end"]
-    for steps, by_k in sorted(points.items()):
+            found.setdefault(run["inner_steps"], {})[run["k"]] = run["val_bpb_end"]
+    return {steps: by_k for steps, by_k in sorted(found.items()) if len(by_k) > 1}
+
+
+def density(points: dict[int, dict[int, float]]) -> Any:
+    """Loss against k for each H, at the same number of inner steps."""
+    figure, ax = plt.subplots(figsize=(6.5, 4.2))
+    for steps, by_k in points.items():
         ax.plot(*zip(*sorted(by_k.items()), strict=True), marker="o", label=f"H = {steps}")
     ax.set(xlabel="k, values of 4096", ylabel="held-out bits per byte at the end", xscale="log")
     ax.set_xticks([32, 64, 128], ["32", "64", "128"])
