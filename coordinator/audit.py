@@ -50,7 +50,7 @@ class Audit:
         """What happened, who asked for it (as authenticated), and from where."""
         now = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "event": event, "who": who, "peer": peer, **details}
-        text = json.dumps(line, ensure_ascii=False)
+        text = json.dumps(line)  # ASCII: a terminal obeys some of the other letters
         self._file.handle(logging.makeLogRecord({"msg": text}))
 
     def refusal(self, who: str, peer: str, *, method: str, reason: str, message: str) -> None:

@@ -26,6 +26,7 @@ from coordinator.audit import Audit, Value
 from coordinator.keys import Keys
 from coordinator.limits import Limits
 from coordinator.monitor import Monitor
+from coordinator.notes import printable
 from coordinator.refused import RefusedRequest
 from loco.certs.identity import Identity, identity_of
 from loco.errors import ConfigError
@@ -270,7 +271,8 @@ class Gate(grpc.aio.ServerInterceptor):
             self._keys.check(call.identity)
 
     async def _refuse(self, call: _Call, context: Context, refused: RefusedRequest) -> None:
-        message = refused.message[:_LONGEST_MESSAGE]  # it may quote what a stranger sent
+        # It may quote what a stranger sent.
+        message = printable(refused.message[:_LONGEST_MESSAGE])
         if not refused.reason:
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
         self._monitor.refused(refused.reason, message)

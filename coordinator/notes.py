@@ -15,6 +15,11 @@ from coordinator.events import (
 )
 
 
+def printable(text: str) -> str:
+    """What a caller wrote, for logs and terminals: no new line, no control sequence."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Note:
     """Something that an operator wants to read: a refusal, or what became of a site."""

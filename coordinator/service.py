@@ -26,6 +26,7 @@ from coordinator.control import order_of
 from coordinator.engine import Engine
 from coordinator.events import Heard, Refuse, SiteJoined, SiteLeft
 from coordinator.monitor import Monitor
+from coordinator.notes import printable
 from coordinator.probe import Probes
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from coordinator.settings import in_force, k_of_round
@@ -50,6 +51,8 @@ RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 MAX_WAIT_SECONDS = 30.0
+_LONGEST_INSTANCE = 64  # it is journaled, and part of every snapshot
+_MOST_DIMENSIONS = 64  # torch has no tensors of more
 
 
 class Service(pb_grpc.CoordinatorServiceServicer):
@@ -171,9 +174,8 @@ class Service(pb_grpc.CoordinatorServiceServicer):
     async def _leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         self._check_caller(request.caller)
         caller = request.caller
-        left = SiteLeft(
-            site=caller.site, incarnation=caller.incarnation, reason=request.reason[:200]
-        )
+        reason = printable(request.reason[:200])
+        left = SiteLeft(site=caller.site, incarnation=caller.incarnation, reason=reason)
         raise_refusal(await self._engine.submit(left))
         return pb.LeaveResponse()
 
@@ -292,6 +294,12 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             check_site_name(request.site)
         except ConfigError as error:
             raise RefusedRequest("site_name", str(error)) from error
+        if len(request.instance) > _LONGEST_INSTANCE:
+            raise RefusedRequest(
+                "malformed",
+                f"site {request.site!r} calls its process life by {len(request.instance)} letters: "
+                f"use at most {_LONGEST_INSTANCE}",
+            )
         config_hash = self._store.config.hash()
         if request.config_hash != config_hash:
             raise RefusedRequest(
@@ -318,7 +326,9 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         own = self._store.layout
         if request.layout_fingerprint == own.fingerprint:
             return
-        layout = Layout.of((spec.name, tuple(spec.shape)) for spec in request.layout)
+        # Sizes are products: what nobody means must not be multiplied out on the event loop.
+        given = request.layout[: 2 * len(own.parameters) + 1]
+        layout = Layout.of((spec.name, tuple(spec.shape[:_MOST_DIMENSIONS])) for spec in given)
         try:
             layout.check_same(own, mine=f"site {request.site!r}", theirs="the run")
         except ConfigError as error:

@@ -8,10 +8,11 @@ the file is synced, checked and renamed: a small shard costs one visit to a thre
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +53,11 @@ class _Writer:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     superseded: bool = False
     finishing: bool = False
+
+    async def idle(self) -> None:
+        """Return when no write is in progress."""
+        async with self.lock:
+            pass
 
 
 @dataclass
@@ -123,13 +129,17 @@ class Uploads:
         self, first: pb.PushRequest, requests: AsyncIterator[pb.PushRequest], event: ShardStored
     ) -> bool:
         header, path = first.header, self._incoming(first.header)
-        writer = await self._take(path, event)
+        before, writer = self._take(path, event)
         work: asyncio.Future[Checked] | None = None
         try:
+            if before is not None:
+                async with writer.lock:  # who comes next waits for this one
+                    await _to_its_end(before.idle())
             upload = _Upload(event, path, offset=header.offset)
             await self._write(first, requests, upload, writer)
             loop = asyncio.get_running_loop()
             work = loop.run_in_executor(self._finishers, self._finish, upload)
+            work.add_done_callback(lambda done: self._count_stored(event, done))
             return await self._accept(event, await asyncio.shield(work))
         except FileNotFoundError:
             answer = check_push(self._engine.state, event)
@@ -145,7 +155,6 @@ class Uploads:
     ) -> None:
         """Others may write the file once the thread that has it is done; its caller may be gone."""
         if work is not None and not work.done():
-            work.add_done_callback(lambda done: done.exception())  # nobody else will ask for it
             work.add_done_callback(lambda _: self._release(path, writer))
         elif self._writers.get(path) is writer:
             del self._writers[path]
@@ -199,14 +208,16 @@ class Uploads:
         layout, limits = self._engine.store.layout, self._limits
         most = int(limits.uploads_per_round * (8 * layout.num_elements + codec.HEADER_BYTES))
         took = self._engine.store.incoming_sizes(event.round, event.site)
-        took |= {p: w.size_bytes for p, w in self._writers.items() if w.site == event.site}
-        took.pop(path, None)  # this one goes on, or takes its place
+        for other, writer in self._writers.items():  # one may declare less than is there already
+            if writer.site == event.site:
+                took[other] = max(took.get(other, 0), writer.size_bytes)
+        needed = max(event.size_bytes, took.pop(path, 0))  # it goes on, or takes its place
         used = sum(took.values()) + self._stored[event.round, event.site]
-        if used + event.size_bytes > most:
+        if used + needed > most:
             raise RefusedRequest(
                 "quota",
                 f"uploads of {event.site!r} for round {event.round} take {used} bytes, and "
-                f"{event.size_bytes} more are too many: limits.uploads_per_round = "
+                f"{needed} more are too many: limits.uploads_per_round = "
                 f"{limits.uploads_per_round:g} allows {most}; wait for the next round",
             )
 
@@ -216,16 +227,18 @@ class Uploads:
 
     # --- bytes ----------------------------------------------------------------------------------
 
-    async def _take(self, path: Path, event: ShardStored) -> _Writer:
-        """Become the stream that writes the file; one that writes already has lost its peer."""
+    def _take(self, path: Path, event: ShardStored) -> tuple[_Writer | None, _Writer]:
+        """Become the stream that writes the file; one that writes already has lost its peer.
+
+        At once, so that the quota counts it: a write of the one before may be in progress still.
+        """
         before = self._writers.get(path)
         if before is not None:
-            async with before.lock:
-                if before.finishing:
-                    raise RefusedRequest("", "this shard is complete and being checked")
-                before.superseded = True
+            if before.finishing:
+                raise RefusedRequest("", "this shard is complete and being checked")
+            before.superseded = True
         writer = self._writers[path] = _Writer(event.site, event.size_bytes)
-        return writer
+        return before, writer
 
     async def _write(
         self,
@@ -258,7 +271,8 @@ class Uploads:
                 upload.last = data
                 upload.whole = True
             else:
-                await asyncio.to_thread(_write_at, upload.path, upload.offset, data)
+                writing = asyncio.to_thread(_write_at, upload.path, upload.offset, data)
+                await _to_its_end(writing)
                 upload.offset += len(data)
 
     # --- checks and answer ----------------------------------------------------------------------
@@ -298,11 +312,11 @@ class Uploads:
     def _inspect(self, upload: _Upload, size: int) -> Checked:
         """What the shard holds, if it is as its header says."""
         event, path = upload.event, upload.path
-        digest = file_digest(path).hex()
         if size < event.size_bytes:  # a broken connection looks like an early end: no fault of it
             raise RefusedRequest(
                 "", f"{size} of {event.size_bytes} bytes are here: go on behind them"
             )
+        digest = file_digest(path).hex()
         if digest == event.digest:
             return self._decode(event, path)
         if upload.resumed:  # what was here before may have been torn by a power cut: not its fault
@@ -327,13 +341,15 @@ class Uploads:
     async def _accept(self, event: ShardStored, checked: Checked) -> bool:
         """Journal the shard, whose file has its name; True for a repeat."""
         self._monitor.contribution(event, checked.num_values)
-        self._count_stored(event)
         answer = await self._engine.submit(replace(event, norm_sq=checked.norm_sq))
         raise_refusal(answer)
         return isinstance(answer, Duplicate)
 
-    def _count_stored(self, event: ShardStored) -> None:
-        """Of this round and later ones; a restart begins anew."""
+    def _count_stored(self, event: ShardStored, finished: asyncio.Future[Checked]) -> None:
+        """Also where nobody waits for the answer any more: the file is there. Of this round and
+        later ones; a restart begins anew."""
+        if finished.cancelled() or finished.exception() is not None:
+            return
         round_ = self._engine.state.round
         for key in [key for key in self._stored if key[0] < round_]:
             del self._stored[key]
@@ -409,6 +425,19 @@ def _sound_data(block: pb.Block, event: ShardStored, *, room: int) -> bytes:
             f"{event.size_bytes} bytes that were declared",
         )
     return block.data
+
+
+async def _to_its_end(work: Coroutine[None, None, None]) -> None:
+    """A caller that is cancelled waits for the work all the same: nobody else may have the file
+    before, or the last write of a stream that is gone would hit what the next one has written."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((task,))
+        raise
 
 
 def _write_at(path: Path, offset: int, data: bytes) -> None:

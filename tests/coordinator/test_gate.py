@@ -258,7 +258,7 @@ def test_the_audit_log_tells_who_did_what_and_what_was_refused(tmp_path: Path) -
     store = create_store(tmp_path / "state", config_of(quorum={"min_sites": 2}))
     with coordinating(store, certs) as coordinator, Member(coordinator, "paris") as paris:
         paris.enter()
-        paris.stub.Leave(pb.LeaveRequest(caller=paris.caller, reason="lunch"), timeout=10)
+        paris.stub.Leave(pb.LeaveRequest(caller=paris.caller, reason="lunch\n\x9b2J"), timeout=10)
         order = pb.ControlRequest(protocol_version=1, verb=pb.CONTROL_VERB_PAUSE)
         with pytest.raises(grpc.RpcError):
             paris.stub.Control(order, timeout=10)
@@ -274,7 +274,9 @@ def test_the_audit_log_tells_who_did_what_and_what_was_refused(tmp_path: Path) -
         ("control", "operator 'ops'"),
     ]
     assert lines[0]["incarnation"] == 1
-    assert lines[1]["reason"] == "lunch"
+    assert lines[1]["reason"] == "lunch\n\x9b2J"
+    assert text.isascii()
+    assert coordinator.running.monitor.notes[-2].message == r"site paris left: lunch\n\x9b2J"
     assert (lines[2]["reason"], lines[2]["method"]) == ("role", f"/{SERVICES[0].full_name}/Control")
     assert lines[3]["verb"] == "pause"
     assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in lines)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.certs import Certs
-from support.live import Member, coordinating, eventually, refusal
+from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
 from coordinator import server, upload
@@ -202,6 +202,79 @@ def test_uploads_at_once_are_counted_with_what_they_declare(tmp_path: Path) -> N
         oslo.push(0, BODY)  # an account of its own
         go_on.set()
         first.cancel()
+
+
+@pytest.fixture
+def tight(tmp_path: Path) -> Iterator[tuple[Coordinator, Member]]:
+    """paris in round 0, which waits for oslo; a dense contribution takes half of its quota."""
+    config = config_of(
+        quorum={"min_sites": 2}, codec={"bits": 32}, limits={"uploads_per_round": 1.0}
+    )
+    with (
+        coordinating(create_store(tmp_path, config)) as coordinator,
+        Member(coordinator, "paris") as paris,
+        Member(coordinator, "oslo") as oslo,
+    ):
+        paris.enter()
+        oslo.enter()
+        yield coordinator, paris
+
+
+def dense(seed: int) -> bytes:
+    return shard_body(vector(LAYOUT, seed), config_of(codec={"bits": 32}))
+
+
+def test_an_upload_that_is_declared_smaller_again_is_counted_with_what_is_there(
+    tight: tuple[Coordinator, Member],
+) -> None:
+    coordinator, paris = tight
+    body, go_on = dense(1), threading.Event()
+    with pytest.raises(grpc.RpcError):  # all but its last byte
+        paris.send(paris.header(0, body), body[:-1])
+    come = uploaded(coordinator)
+
+    def stands_still() -> Iterator[pb.PushRequest]:
+        yield pb.PushRequest(header=paris.header(0, body, size_bytes=1))
+        go_on.wait(20)
+
+    small = paris.stub.Push.future(stands_still(), timeout=30)
+    eventually(lambda: uploaded(coordinator) > come, "its header has come")
+    with pytest.raises(grpc.RpcError) as caught:
+        paris.push(0, dense(2))
+    assert refusal(caught.value)[0] == "quota"
+    go_on.set()
+    small.cancel()
+
+
+def test_a_shard_whose_caller_did_not_wait_for_the_answer_is_counted(
+    tight: tuple[Coordinator, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, paris = tight
+    rename, checked, go_on = upload.rename_synced, threading.Event(), threading.Event()
+
+    def held(source: Path, target: Path) -> None:
+        checked.set()
+        assert go_on.wait(20)
+        rename(source, target)
+
+    monkeypatch.setattr(upload, "rename_synced", held)
+    body = dense(1)
+    message = pb.PushRequest(header=paris.header(0, body), block=make_block(body))
+    impatient = paris.stub.Push.future(iter([message]), timeout=20)
+    assert checked.wait(20)
+    impatient.cancel()
+    go_on.set()
+    stored = coordinator.store.directory / "contributions" / "0"
+    eventually(lambda: stored.exists() and list(stored.iterdir()), "it has its name")
+    time.sleep(0.5)  # until its stream has ended, which counts as well
+    with pytest.raises(grpc.RpcError) as caught:
+        paris.push(0, dense(2))
+    assert refusal(caught.value)[0] == "quota"
+
+
+def uploaded(coordinator: Coordinator) -> int:
+    """Bytes of uploads that have come."""
+    return coordinator.running.monitor.bytes["paris", "up", "contribution"]
 
 
 def test_shards_of_lives_that_ended_are_counted(tmp_path: Path) -> None:

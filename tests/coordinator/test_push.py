@@ -19,6 +19,7 @@ import pytest
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
+from coordinator import upload
 from loco import codec
 from loco.codec.header import _FIELDS, DENSE_BITS, MAGIC, VERSION, checksum, write_header
 from loco.digest import bytes_digest
@@ -345,6 +346,34 @@ def test_an_upload_that_breaks_off_may_begin_anew(coordinator: Coordinator, pari
 
     answer = eventually(push, "the shard is taken")
     assert not answer.duplicate  # from the first byte, over what had come
+    assert files(coordinator) == [body]
+
+
+def test_the_last_write_of_a_stream_that_is_gone_comes_before_those_of_the_next(
+    coordinator: Coordinator, paris: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread cannot be stopped; after them it would damage what was checked and accepted."""
+    write_at, begun, go_on = upload._write_at, threading.Event(), threading.Event()
+
+    def slowly(path: Path, offset: int, data: bytes) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(20)
+        write_at(path, offset, data)
+
+    monkeypatch.setattr(upload, "_write_at", slowly)
+    body = body_of()
+    gone = Streaming(paris, paris.header(0, body))
+    gone.send(body[:10])
+    assert begun.wait(20)
+    gone.answer.cancel()
+    gone.send(None)
+    message = pb.PushRequest(header=paris.header(0, body), block=make_block(body))
+    later = paris.stub.Push.future(iter([message]), timeout=20)
+    with pytest.raises(grpc.FutureTimeoutError):
+        later.result(timeout=1.0)
+    go_on.set()
+    assert not later.result().duplicate
     assert files(coordinator) == [body]
 
 

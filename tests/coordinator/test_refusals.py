@@ -20,7 +20,7 @@ from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
 from coordinator import upload
-from loco.layout import Layout
+from loco.layout import Layout, Parameter
 from loco.wire.blocks import make_block
 from loco.wire.protocol import PROTOCOL_VERSION
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -343,6 +343,7 @@ def test_a_refused_request_leaves_the_round_as_it_was(
         ({"layout": []}, "layout", ""),
         ({"site": ""}, "site_name", "''"),
         ({"site": "../etc"}, "site_name", "'../etc'"),
+        ({"instance": "x" * 65}, "malformed", "65 letters: use at most 64"),
     ],
 )
 def test_a_wrong_join_is_refused(
@@ -364,6 +365,16 @@ def test_a_layout_that_lacks_a_tensor_names_it(coordinator: Coordinator) -> None
     with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
         kyoto.join(layout=Layout.of(shapes[:-1]))
     assert "only the run has scale []" in refusal(caught.value)[1]
+
+
+def test_a_layout_that_nobody_means_is_not_multiplied_out(coordinator: Coordinator) -> None:
+    """Its sizes are products: without a bound this one took minutes of the event loop."""
+    endless = Parameter(name="a", shape=(2**62,) * 200_000, first_chunk=0)
+    began = time.monotonic()
+    with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
+        kyoto.join(layout=Layout((endless,)))
+    assert refusal(caught.value)[0] == "layout"
+    assert time.monotonic() - began < 10.0
 
 
 def test_get_run_for_another_run_names_both(coordinator: Coordinator) -> None:
