@@ -9,12 +9,14 @@ revoked.pem   X.509 revocation list, signed; the coordinator reads it again when
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import json
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -105,8 +107,7 @@ class Authority:
         try:
             key = load_pem_private_key((directory / "ca.key").read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
-            ledger = json.loads((directory / "issued.json").read_text(encoding="utf-8"))
-            issued = [Issued(**{**entry, "hosts": tuple(entry["hosts"])}) for entry in ledger]
+            issued = _read_issued(directory)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{directory} holds no authority ({Path(error.filename).name} is missing): "
@@ -128,6 +129,10 @@ class Authority:
 
         `hosts` are the names and addresses of a coordinator; without them those of the last one.
         """
+        with self._alone():
+            return self._issue(name, role, days, hosts)
+
+    def _issue(self, name: str, role: str, days: int, hosts: Sequence[str]) -> Path:
         hosts = tuple(hosts) or self._hosts_before(role)
         check_request(name, role=role, days=days, hosts=hosts)
         taken = {entry.role for entry in self.issued if entry.name == name} - {role}
@@ -145,9 +150,6 @@ class Authority:
             )
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(role, name, hosts, key, now, end)
-        path = self.directory / f"{name}.pem"
-        pems = (certificate.public_bytes(Encoding.PEM), self.certificate.public_bytes(Encoding.PEM))
-        _write(path, _key_pem(key) + b"".join(pems), private=True)
         self.issued.append(
             Issued(
                 role=role,
@@ -157,7 +159,10 @@ class Authority:
                 hosts=hosts,
             )
         )
-        self._save()
+        self._save()  # first: what is not written down could never be revoked
+        path = self.directory / f"{name}.pem"
+        pems = (certificate.public_bytes(Encoding.PEM), self.certificate.public_bytes(Encoding.PEM))
+        _write(path, _key_pem(key) + b"".join(pems), private=True)
         return path
 
     def _sign(
@@ -195,6 +200,10 @@ class Authority:
 
         Returns the serial numbers; the coordinator refuses them once it has the new revoked.pem.
         """
+        with self._alone():
+            return self._revoke(name)
+
+    def _revoke(self, name: str) -> list[str]:
         now = time.time()
         of_name = [entry for entry in self.issued if name in (entry.name, entry.serial)]
         if not of_name:
@@ -209,6 +218,15 @@ class Authority:
         ]
         self._save()
         return [entry.serial for entry in live]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Others who change this directory wait, and what they have written down is taken up: a
+        certificate that a ledger forgot could never be revoked."""
+        with (self.directory / "ca.key").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.issued = _read_issued(self.directory)
+            yield
 
     def _save(self) -> None:
         ledger = [asdict(entry) for entry in self.issued]
@@ -234,6 +252,11 @@ class Authority:
                 .build()
             )
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def _read_issued(directory: Path) -> list[Issued]:
+    ledger = json.loads((directory / "issued.json").read_text(encoding="utf-8"))
+    return [Issued(**{**entry, "hosts": tuple(entry["hosts"])}) for entry in ledger]
 
 
 def read_authority(path: Path) -> x509.Certificate:

@@ -20,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from loco import commands
-from loco.certs.authority import read_revoked
+from loco.certs.authority import Authority, read_revoked
 from loco.certs.bundle import read_bundle
 from loco.cli import run
 from loco.errors import ConfigError, RefusedError
@@ -105,6 +105,25 @@ def test_revoking_a_name_revokes_all_its_certificates_and_a_serial_only_one(cert
     assert certs("revoke", "a")[0] == 0
     serials = {b.identity.serial for b in (first, second, third)}
     assert read_revoked(revoked, first.authority) == serials
+
+
+def test_what_two_issue_at_once_can_both_be_revoked(certs: Run) -> None:
+    """Each has read the ledger before the other writes it."""
+    certs("init", "certs")
+    first, second = Authority.open(Path("certs")), Authority.open(Path("certs"))
+    first.issue("a")
+    second.issue("b")
+    assert certs("revoke", "a")[0] == 0
+    assert certs("revoke", "b")[0] == 0
+
+
+def test_no_bundle_is_made_that_cannot_be_written_down(certs: Run) -> None:
+    certs("init", "certs")
+    authority = Authority.open(Path("certs"))
+    Path("certs/.issued.json.partial").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        authority.issue("a")
+    assert not Path("certs/a.pem").exists()
 
 
 def test_a_coordinator_is_renewed_for_the_names_it_has(certs: Run) -> None:
