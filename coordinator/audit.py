@@ -1,9 +1,10 @@
 """The audit log: who did what, and what was refused, one JSON object a line.
 
-    STATE/audit.jsonl, audit.jsonl.1 (older), ... audit.jsonl.5
+    STATE/audit.jsonl, audit.jsonl.1 (older), ... audit.jsonl.5     joins, leaves, orders
+    STATE/refusals.jsonl, ...                                       what was refused
 
 It is for people: nothing reads it back. Whoever floods the coordinator with refused requests gets
-a few lines a second, with the number of those that were left out.
+a few lines a second, with the number of those that were left out, and pushes no order out of sight.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 log = logging.getLogger("loco.coordinator")
 
 FILE = "audit.jsonl"
+REFUSALS = "refusals.jsonl"
 MAX_BYTES = 10_000_000
 KEPT_FILES = 5
 REFUSALS_PER_SECOND = 10
@@ -38,8 +40,9 @@ class Audit:
     """Appends; from the event loop only."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
-        self._file = _Rotating(
-            directory / FILE, maxBytes=MAX_BYTES, backupCount=KEPT_FILES, delay=True
+        self._done, self._refused = (
+            _Rotating(directory / name, maxBytes=MAX_BYTES, backupCount=KEPT_FILES, delay=True)
+            for name in (FILE, REFUSALS)
         )
         self._clock = clock
         self._second = 0
@@ -48,10 +51,15 @@ class Audit:
 
     def write(self, event: str, who: str, peer: str, **details: Value) -> None:
         """What happened, who asked for it (as authenticated), and from where."""
+        self._write(self._done, event, who, peer, details)
+
+    def _write(
+        self, file: _Rotating, event: str, who: str, peer: str, details: dict[str, Value]
+    ) -> None:
         now = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "event": event, "who": who, "peer": peer, **details}
         text = json.dumps(line)  # ASCII: a terminal obeys some of the other letters
-        self._file.handle(logging.makeLogRecord({"msg": text}))
+        file.handle(logging.makeLogRecord({"msg": text}))
 
     def refusal(self, who: str, peer: str, *, method: str, reason: str, message: str) -> None:
         """Like `write`, but bounded a second."""
@@ -62,13 +70,16 @@ class Audit:
         if self._refusals > REFUSALS_PER_SECOND:
             self._left_out += 1
             return
-        missing = {"left_out_before": self._left_out} if self._left_out else {}
+        details: dict[str, Value] = {"method": method, "reason": reason, "message": message}
+        if self._left_out:
+            details["left_out_before"] = self._left_out
         self._left_out = 0
-        self.write("refused", who, peer, method=method, reason=reason, message=message, **missing)
+        self._write(self._refused, "refused", who, peer, details)
 
     def close(self) -> None:
         """What a full disk did not take is lost, and said."""
-        try:
-            self._file.close()
-        except OSError as error:
-            log.error("cannot write to the audit log: %s", error)
+        for file in (self._done, self._refused):
+            try:
+                file.close()
+            except OSError as error:
+                log.error("cannot write to the audit log: %s", error)

@@ -31,7 +31,7 @@ from coordinator.store import Store
 from coordinator.web import web_server
 from loco.config import Config, load_config
 from loco.errors import ConfigError, LocoError
-from loco.processes import interrupts_held
+from loco.processes import interrupts_held, raise_file_limit
 from loco.wire.access import is_loopback
 from loco.wire.protocol import SERVER_OPTIONS, split_address
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -41,6 +41,7 @@ log = logging.getLogger("loco.coordinator")
 
 DRAIN_SECONDS = 5.0
 HANDSHAKE_SECONDS = 10.0  # a connection that has not said who it is by then is closed
+_OWN_FILES = 512  # uploads and downloads in progress, the journal, connections to the page
 _SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 
 
@@ -156,7 +157,7 @@ async def running(store: Store, where: Where) -> AsyncIterator[Running]:
     await _add_standard_services(server)
     address = f"{split_address(where.listen)[0]}:{_bind(server, where)}"
     pages_served = web_server(
-        where.metrics, monitor, lambda: engine.state, where.keys, where.metrics_token
+        where.metrics, monitor, lambda: engine.state, audit, where.keys, where.metrics_token
     )
     async with pages_served as pages, _keeping_house(monitor):
         await engine.start()
@@ -196,10 +197,24 @@ async def _keeping_house(monitor: Monitor) -> AsyncIterator[None]:
 def _options(config: Config) -> tuple[tuple[str, int], ...]:
     return (
         *SERVER_OPTIONS,
-        ("grpc.max_allowed_incoming_connections", config.limits.connections),
+        ("grpc.max_allowed_incoming_connections", _connections(config.limits.connections)),
         ("grpc.max_concurrent_streams", config.limits.calls_at_once),  # a connection
         ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
     )
+
+
+def _connections(wanted: int) -> int:
+    """As many as leave files for the coordinator itself: strangers must not take the last ones."""
+    allowed = max(1, raise_file_limit() - _OWN_FILES)
+    if allowed < wanted:
+        log.warning(
+            "limits.connections is %d, and this process may have %d files (ulimit -n): %d "
+            "connections are let in",
+            wanted,
+            allowed + _OWN_FILES,
+            allowed,
+        )
+    return min(wanted, allowed)
 
 
 def _bind(server: grpc.aio.Server, where: Where) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
+from coordinator.audit import Audit
 from coordinator.guard import OPEN, Guard
 from coordinator.keys import Keys
 from coordinator.monitor import Monitor
@@ -48,14 +49,19 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _RENEW_SECONDS = 1.0
+_LONGEST_PATH = 200  # in the audit log
+SILENT_SECONDS = 60.0  # a connection that asks for nothing for so long is closed
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pages:
     """The handlers: they read, and change nothing."""
 
-    def __init__(self, monitor: Monitor, state: Callable[[], State], guard: Guard) -> None:
+    def __init__(
+        self, monitor: Monitor, state: Callable[[], State], guard: Guard, audit: Audit
+    ) -> None:
         self._monitor = monitor
+        self._audit = audit
         self._guard = guard
         self._state = state
         self.ready = False
@@ -82,6 +88,14 @@ class Pages:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in OPEN or self._guard.admits(request):
             return await handler(request)
+        self._monitor.metrics.run.rejections.labels("identity").inc()
+        self._audit.refusal(
+            "a visitor without certificate or token",
+            str(request.remote),
+            method=request.path[:_LONGEST_PATH],
+            reason="identity",
+            message="the page is for readers and operators",
+        )
         raise web.HTTPUnauthorized(
             text="use the certificate of a reader or an operator, or the token\n",
             headers={"WWW-Authenticate": 'Basic realm="loco", charset="UTF-8"'},
@@ -148,6 +162,7 @@ async def web_server(
     address: str | None,
     monitor: Monitor,
     state: Callable[[], State],
+    audit: Audit,
     keys: Keys | None = None,
     token: Path | None = None,
 ) -> AsyncIterator[Pages]:
@@ -157,12 +172,17 @@ async def web_server(
     directory.
     """
     guard = Guard(address or "localhost:0", keys, token)
-    pages = Pages(monitor, state, guard)
+    pages = Pages(monitor, state, guard, audit)
     if address is None:
         yield pages
         return
     host, port = split_address(address)
-    runner = web.AppRunner(pages.application(), access_log=None, handle_signals=False)
+    runner = web.AppRunner(
+        pages.application(),
+        access_log=None,
+        handle_signals=False,
+        keepalive_timeout=SILENT_SECONDS,
+    )
     await runner.setup()
     try:
         await _listen(runner, host, port, guard.context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "LOCO_PARENT_PID"
+_MOST_FILES = 65_536
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
 
 
@@ -47,6 +49,16 @@ def give_memory_back() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, 2)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it is allowed to, up to 65,536; their number."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (_MOST_FILES if n == resource.RLIM_INFINITY else n for n in limits)
+    most = max(soft, min(hard, _MOST_FILES))
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    return most
 
 
 def interrupt_on_sigterm() -> None:

@@ -28,6 +28,7 @@ from support.certs import Certs, channel
 from support.live import Coordinator, Member, coordinating
 from support.runs import config_of, create_store
 
+from coordinator.audit import FILE, REFUSALS
 from coordinator.gate import RULES
 from loco.wire.protocol import REASON_KEY
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -264,22 +265,22 @@ def test_the_audit_log_tells_who_did_what_and_what_was_refused(tmp_path: Path) -
             paris.stub.Control(order, timeout=10)
         with coordinator.channel("ops", "operator") as connection:
             pb_call(connection, "Control", order)
-    text = (store.directory / "audit.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    told = [(line["event"], line["who"]) for line in lines]
-    assert told == [
+    texts = [(store.directory / name).read_text() for name in (FILE, REFUSALS)]
+    done, refused = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    assert [(line["event"], line["who"]) for line in (*done, *refused)] == [
         ("join", "site 'paris'"),
         ("leave", "site 'paris'"),
-        ("refused", "site 'paris'"),
         ("control", "operator 'ops'"),
+        ("refused", "site 'paris'"),
     ]
-    assert lines[0]["incarnation"] == 1
-    assert lines[1]["reason"] == "lunch\n\x9b2J"
-    assert text.isascii()
+    assert done[0]["incarnation"] == 1
+    assert done[1]["reason"] == "lunch\n\x9b2J"
+    assert texts[0].isascii()
     assert coordinator.running.monitor.notes[-2].message == r"site paris left: lunch\n\x9b2J"
-    assert (lines[2]["reason"], lines[2]["method"]) == ("role", f"/{SERVICES[0].full_name}/Control")
-    assert lines[3]["verb"] == "pause"
-    assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in lines)
+    assert done[2]["verb"] == "pause"
+    method = f"/{SERVICES[0].full_name}/Control"
+    assert (refused[0]["reason"], refused[0]["method"]) == ("role", method)
+    assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in (*done, *refused))
 
 
 def pb_call(connection: grpc.Channel, name: str, request: Message) -> bytes:

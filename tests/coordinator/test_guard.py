@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import http.client
 import json
 import ssl
 import subprocess
@@ -30,6 +32,7 @@ from support.programs import program
 from support.runs import config_of, create_store
 
 from coordinator import guard, keys, web
+from coordinator.audit import REFUSALS, Audit
 from coordinator.web import web_server
 from loco.errors import ConfigError
 
@@ -68,9 +71,15 @@ def serve(
 
         async def main() -> T:
             own = certs.keys() if certs else None
-            async with web_server("127.0.0.1:0", play.monitor, lambda: play.state, own, token):
+            audit = Audit(play.store.directory)
+            async with web_server(
+                "127.0.0.1:0", play.monitor, lambda: play.state, audit, own, token
+            ):
                 address = (play.store.directory / "web-address").read_text()
-                return await look(_asker(address, certs), address)
+                try:
+                    return await look(_asker(address, certs), address)
+                finally:
+                    audit.close()
 
         return asyncio.run(main())
 
@@ -156,6 +165,43 @@ def test_a_token_as_prometheus_and_as_a_browser_send_it(tmp_path: Path, token: P
         return [await ask("/metrics", Authorization=header) for header in headers]
 
     assert serve(tmp_path, look, token=token) == [200, 200, 401, 401, 401, 401, 401]
+
+
+def test_whoever_is_turned_away_is_in_the_audit_log(tmp_path: Path, token: Path) -> None:
+    """Also with a token that is no text, which is no error of ours."""
+
+    def status(address: str) -> int:
+        headers = {"Authorization": "Bearer \xff\xfe"}
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=20)) as connection:
+            connection.request("GET", "/status.json", headers=headers)
+            with connection.getresponse() as answer:
+                return answer.status
+
+    async def look(_: Ask, address: str) -> int:
+        return await asyncio.to_thread(status, address)
+
+    assert serve(tmp_path, look, token=token) == 401
+    (line,) = (tmp_path / "state" / REFUSALS).read_text().splitlines()
+    told = json.loads(line)
+    assert (told["method"], told["reason"], told["peer"]) == (
+        "/status.json", "identity", "127.0.0.1",
+    )  # fmt: skip
+
+
+def test_a_connection_that_asks_for_nothing_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "SILENT_SECONDS", 0.2)
+
+    async def look(_: Ask, address: str) -> bytes:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            ended = await reader.read()
+        writer.close()
+        return ended
+
+    assert serve(tmp_path, look) == b""
 
 
 def test_a_replaced_token_counts_at_once(tmp_path: Path, token: Path) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -153,6 +155,19 @@ def test_connections_beyond_the_most_are_closed_at_once(tmp_path: Path) -> None:
         connections(coordinator.address, 8) as silent,
     ):
         assert num_closed(silent, within=2.0) == 3
+
+
+def test_connections_leave_files_for_the_coordinator_itself() -> None:
+    """A shell usually gives 1,024, fewer than limits.connections: strangers could take them all."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 700));"
+        "from coordinator.server import _options; from loco.config import Config;"
+        "print(dict(_options(Config()))['grpc.max_allowed_incoming_connections'],"
+        "resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["188", "(700, 700)\n"]
+    assert "limits.connections is 4096" in done.stderr
 
 
 def test_a_message_that_is_too_large_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +21,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.play import Play, playing
 from support.runs import config_of, create_store
 
+from coordinator.audit import Audit
 from coordinator.report import write_report
 from coordinator.web import PAGE, Pages, web_server
 from loco.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def served(address: str, play: Play) -> AbstractAsyncContextManager[Pages]:
+    audit = Audit(play.store.directory)  # nobody is refused: it opens no file
+    return web_server(address, play.monitor, lambda: play.state, audit)
 
 
 def serve(tmp_path: Path, look: Callable[[aiohttp.ClientSession, Pages, Play], Awaitable[T]]) -> T:
@@ -34,7 +41,7 @@ def serve(tmp_path: Path, look: Callable[[aiohttp.ClientSession, Pages, Play], A
         play.push("paris")
 
         async def main() -> T:
-            async with web_server("127.0.0.1:0", play.monitor, lambda: play.state) as pages:
+            async with served("127.0.0.1:0", play) as pages:
                 address = (play.store.directory / "web-address").read_text()
                 async with aiohttp.ClientSession(f"http://{address}") as session:
                     return await look(session, pages, play)
@@ -164,7 +171,7 @@ def test_a_port_in_use_is_said_with_the_way_out(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
 
         async def main() -> None:
-            async with web_server(address, play.monitor, lambda: play.state):
+            async with served(address, play):
                 raise AssertionError("it listens on a port in use")
 
         with pytest.raises(ConfigError, match=r"in use; give another --metrics"):
