@@ -26,9 +26,9 @@ from loco.data import (
 )
 from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
-from loco.layout import CELL_CHUNKS, Layout
+from loco.layout import CELL_CHUNKS, CHUNK, Layout
 from loco.model import build_model, layout_of, pack, unpack
-from loco.outer import OuterRules, Piece, alpha_at, k_at, k_of_site, outer_step
+from loco.outer import OuterRules, Piece, alpha_at, in_fragment, k_at, k_of_site, outer_step
 
 Array = npt.NDArray[np.float32]
 
@@ -134,15 +134,15 @@ class Simulation:
         for round_ in range(self._config.run.rounds):
             self._train(self._config.inner.steps - ahead)
             nats = [site.exchanged() for site in self._sites]
-            anchors = [pack(site.model, self.layout) for site in self._sites]
+            anchors = [self._anchor(site, round_) for site in self._sites]
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
             last = round_ + 1 == self._config.run.rounds
             ahead = 0 if last else self._config.outer.delay_steps
             self._train(ahead)
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
             for site, anchor in zip(self._sites, anchors, strict=True):
-                progress = pack(site.model, self.layout) - anchor
-                site.write(self.theta + progress if ahead else self.theta, self.layout)
+                keeps = ahead or self._config.outer.fragments > 1
+                site.write(self._merged(site, anchor) if keeps else self.theta, self.layout)
             yield Round(
                 round=round_,
                 train_bpb=bits_per_byte(sum(nats), len(nats)),
@@ -167,11 +167,30 @@ class Simulation:
         for site in self._sites:
             site.train(num_steps)
 
+    def _active(self, round_: int) -> npt.NDArray[np.bool_]:
+        """The chunks that the round exchanges.  # [num_chunks]"""
+        rows = range(self.layout.num_chunks)
+        return in_fragment(rows, self._config.outer.fragments, round_)
+
+    def _anchor(self, site: SimulatedSite, round_: int) -> Array:
+        """Parameters at the exchange; theta where the round exchanges nothing."""
+        active = np.repeat(self._active(round_), CHUNK)
+        return np.where(active, pack(site.model, self.layout), self.theta)
+
+    def _merged(self, site: SimulatedSite, anchor: Array) -> Array:
+        """theta + (params - anchor); exactly params where the round exchanged nothing."""
+        params = pack(site.model, self.layout)
+        moved = (params - anchor) + self.theta
+        if self._config.outer.fragments == 1:
+            return moved
+        return np.where(self.theta == anchor, params, moved)
+
     def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
-        return codec.encode_feedback(
+        return codec.encode_fragment(
             self.theta,
             pack(self._sites[index].model, self.layout),
             self._ef[index],
+            active=self._active(round_),
             beta=self._config.outer.beta,
             k=k_of_site(
                 k_at(self._config.codec, round_), self._config.codec.k_sites, len(self._sites)

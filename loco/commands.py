@@ -137,6 +137,9 @@ def plan(
     k_sites: Annotated[int, typer.Option(help="Sites that send so many; more share them.")] = 3,
     bits: Annotated[int, typer.Option(help="Bits of a sent value: 1, 2, or 32 for dense.")] = 2,
     steps: Annotated[int, typer.Option(help="H: inner steps a round.")] = 30,
+    fragments: Annotated[
+        int, typer.Option(help="Rounds in which each chunk is exchanged once.")
+    ] = 1,
     delay_steps: Annotated[
         int, typer.Option(help="Inner steps made while the exchange is under way.")
     ] = 0,
@@ -160,6 +163,7 @@ def plan(
         k_sites=k_sites,
         bits=bits,
         inner_steps=steps,
+        fragments=fragments,
         delay_steps=delay_steps,
         step_seconds=step_seconds,
         up_mbit=mbit,

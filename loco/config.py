@@ -175,6 +175,10 @@ class OuterConfig(_Section):
     delay_steps: Annotated[int, Field(ge=0)] = 0
     """Inner steps that a site makes while its contribution and the update are on their way; the
     update is applied after exactly so many. 0 waits for it."""
+    fragments: PositiveInt = 1
+    """Chunks take turns: round r exchanges every chunk c with c % fragments == r % fragments. A
+    chunk's pseudo-gradient then holds `fragments * inner.steps` inner steps, and a round has that
+    much less traffic."""
     alpha_steps: dict[RoundKey, Alpha] = {}
     """Another alpha from a round on, for example { 100 = 0.65, 500 = 0.4 }."""
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -311,6 +315,15 @@ class Config(_Section):
             raise ValueError(
                 f"outer.delay_steps = {self.outer.delay_steps} must be at most "
                 f"inner.steps = {self.inner.steps}: one exchange is in flight at a time"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fragments_are_sparse(self) -> Self:
+        if self.outer.fragments > 1 and self.codec.bits == 32:
+            raise ValueError(
+                f"outer.fragments = {self.outer.fragments} needs sparse contributions: codec.bits "
+                "= 1 or 2, not 32"
             )
         return self
 

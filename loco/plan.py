@@ -50,6 +50,8 @@ class Setting:
     """Of a sent value: 1 or 2, or 32 for dense."""
     inner_steps: int
     """H."""
+    fragments: int
+    """Rounds in which each chunk is exchanged once (`outer.fragments`)."""
     delay_steps: int
     """Inner steps made while the exchange is under way (`outer.delay_steps`)."""
     step_seconds: float
@@ -106,6 +108,7 @@ def check(setting: Setting) -> None:
         ("--k", setting.k, 1, CHUNK),
         ("--k-sites", setting.k_sites, 1, 1000),
         ("--steps", setting.inner_steps, 1, 1_000_000),
+        ("--fragments", setting.fragments, 1, 1000),
         ("--delay-steps", setting.delay_steps, 0, setting.inner_steps),
         ("--step-seconds", setting.step_seconds, 1e-6, 1e6),
         ("--mbit", setting.up_mbit, 1e-3, 1e7),
@@ -171,6 +174,7 @@ def contribution_size(setting: Setting) -> tuple[int, int]:
     layout, ranks = setting.layout, min(setting.ranks, setting.layout.num_chunks)
     headers = sum(len(list(cells(layout.shard(rank, ranks)))) for rank in range(ranks))
     body, values = _body(layout, _k_of_site(setting), setting.bits)
+    body, values = body // setting.fragments, values // setting.fragments
     return _framed(body + headers * HEADER_BYTES) + ranks * ENVELOPE_BYTES, values
 
 
@@ -184,6 +188,7 @@ def update_size(setting: Setting) -> tuple[int, int]:
     missed = (1 - sent / CHUNK) ** setting.sites
     union = max(1, round(CHUNK * (1 - missed)))
     body, values = _body(setting.layout, union, setting.bits, of=(setting.sites, sent))
+    body, values = body // setting.fragments, values // setting.fragments
     headers = len(list(cells(range(setting.layout.num_chunks))))
     return _framed(body + headers * HEADER_BYTES), values
 

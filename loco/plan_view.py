@@ -47,6 +47,7 @@ def setting_of_config(path: Path, setting: Setting) -> Setting:
         k_sites=config.codec.k_sites,
         bits=config.codec.bits,
         inner_steps=config.inner.steps,
+        fragments=config.outer.fragments,
         delay_steps=config.outer.delay_steps,
     )
 

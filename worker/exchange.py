@@ -26,7 +26,7 @@ from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
 from loco.errors import NonFiniteError
 from loco.layout import CHUNK, Layout, cells
-from loco.outer import apply_update
+from loco.outer import apply_update, in_fragment
 from worker.lanes import num_parts
 from worker.site import Site
 
@@ -183,6 +183,8 @@ class Exchange:
         """
         if not keep_progress:
             self._write_rows(self._theta)
+        elif self._config.outer.fragments > 1:
+            self._write_rows(self._with_progress())
         elif self._site.group.size == 1:
             self._move_parameters()
         else:
@@ -191,6 +193,12 @@ class Exchange:
             rows += self._theta
             self._write_rows(rows)
         self._anchor = self._theta
+
+    def _with_progress(self) -> npt.NDArray[np.float32]:
+        """theta + (params - anchor); exactly params where this round exchanged nothing."""
+        params = self._read_rows(np.zeros_like(self._theta))
+        moved = (params - self._anchor) + self._theta
+        return np.where(self._theta == self._anchor, params, moved)
 
     @contextmanager
     def theta_in_model(self) -> Iterator[None]:
@@ -209,8 +217,17 @@ class Exchange:
         return self._read_rows(self._spare_params)
 
     def capture(self, params: npt.NDArray[np.float32]) -> None:
-        """The pseudo-gradient is measured at what `read` gave; inner steps may go on."""
+        """The pseudo-gradient is measured at what `read` gave; inner steps may go on.
+
+        Chunks of another fragment than the round's keep theta as their anchor: their progress goes
+        on until their own exchange.
+        """
+        idle = ~self._in_fragment(self.rows)
+        params.reshape(-1, CHUNK)[idle] = self._theta.reshape(-1, CHUNK)[idle]
         self._anchor = params
+
+    def _in_fragment(self, rows: range) -> npt.NDArray[np.bool_]:
+        return in_fragment(rows, self._config.outer.fragments, self.round)
 
     def encode(self, k: int, made: Made | None = None) -> Staged:
         """This rank's shards of the contribution that `capture` began: one payload a cell.
@@ -244,10 +261,11 @@ class Exchange:
         parts = []
         for cell in cells(rows):
             here = self._slice(cell)
-            encoded = codec.encode_feedback(
+            encoded = codec.encode_fragment(
                 self._theta[here],
                 self._anchor[here],
                 error_feedback[here],
+                active=self._in_fragment(cell),
                 beta=self._config.outer.beta,
                 k=k,
                 bits=self._config.codec.bits,

@@ -275,9 +275,13 @@ class Worker(Entry):
 
     def _take_back(self) -> None:
         self._exchange.retract(self._config.outer.max_value)
-        self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
+        self._exchange.write_parameters(keep_progress=self._has_progress())
         self._at.pending, self._at.retracted_round = None, self._exchange.round
         self._at.in_flight = False
+
+    def _has_progress(self) -> bool:
+        """Whether the replica holds inner steps that no exchange has measured yet."""
+        return self._trainer.local_steps > 0 or self._config.outer.fragments > 1
 
     def _step_meanwhile(self, away: bool) -> bool:
         """One inner step during an exchange, or because nobody answers; False: no more."""
@@ -335,7 +339,7 @@ class Worker(Entry):
         self._at.in_flight = False
         self._exchange.settle(included=directive.included)
         self._exchange.apply(staged)
-        self._exchange.write_parameters(keep_progress=self._trainer.local_steps > 0)
+        self._exchange.write_parameters(keep_progress=self._has_progress())
         self._report_theta(directive.theta_digest)
 
     def _end_delay(self) -> None:

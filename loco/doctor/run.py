@@ -187,6 +187,7 @@ class Run:
             k_sites=self.config.codec.k_sites,
             bits=self.config.codec.bits,
             inner_steps=self.config.inner.steps,
+            fragments=self.config.outer.fragments,
             delay_steps=self.config.outer.delay_steps,
             step_seconds=seconds or 1.0,
             up_mbit=_mbit(self.way.up_bytes_per_second),

@@ -20,7 +20,7 @@ from loco.config import Config, config_from_json
 from loco.digest import bytes_digest, chunk_hashes, theta_digest
 from loco.layout import CHUNK, Layout, cells
 from loco.metrics import Catalogue, WireMetrics
-from loco.outer import apply_update
+from loco.outer import apply_update, in_fragment
 from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.pulse import Pulse
@@ -136,10 +136,11 @@ class NumpySite:
             parts = []
             for cell in cells(self.layout.shard(rank, self.ranks)):
                 here = slice(cell.start * CHUNK, cell.stop * CHUNK)
-                encoded = codec.encode_feedback(
+                encoded = codec.encode_fragment(
                     self.theta[here],
                     params[here],
                     self.ef[here],
+                    active=in_fragment(cell, self.config.outer.fragments, self.round),
                     beta=self.config.outer.beta,
                     k=k,
                     bits=self.config.codec.bits,

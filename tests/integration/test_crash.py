@@ -23,6 +23,8 @@ from loco.errors import EXIT_FAILED
 SITES = {"paris": 2, "oslo": 1}
 RAW: dict[str, dict[str, Any]] = {
     "run": {"rounds": 6},
+    "outer": {"fragments": 2},
+    "codec": {"k_sites": 1},
     "quorum": {"min_sites": 2, "grace_seconds": 600.0, "dead_after_seconds": 600.0},
     "state": {"snapshot_every_rounds": 2, "keep_updates": 2},
 }

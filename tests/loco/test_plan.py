@@ -16,11 +16,13 @@ import torch
 from support.cluster import Cluster, run_loco
 from support.runs import Array, config_of, shard_body, vector
 
+from loco import codec
 from loco.codec import HEADER_BYTES
 from loco.config import Config
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout
 from loco.model import save_parameters
+from loco.outer import in_fragment
 from loco.outer.step import OuterRules, Piece, outer_step
 from loco.plan import Setting, advice, contribution_size, predict, update_size
 from loco.plan_view import layout_of_config
@@ -35,6 +37,7 @@ SETTING = Setting(
     k_sites=1000,
     bits=2,
     inner_steps=30,
+    fragments=1,
     delay_steps=0,
     step_seconds=2.0,
     up_mbit=100.0,
@@ -75,6 +78,15 @@ def test_an_update_of_independent_sites_has_the_predicted_size(sites: int, k: in
     update = outer_step(rules, pieces, theta=theta, residual=residual, momentum=None)
     predicted, _ = update_size(replace(SETTING, layout=layout, sites=sites, k=k))
     assert predicted == pytest.approx(len(update), rel=0.05, abs=400)
+
+
+def test_a_round_of_fragments_has_the_predicted_size() -> None:
+    a, zero = vector(LAYOUT, seed=3), np.zeros(LAYOUT.num_elements, np.float32)
+    active = in_fragment(range(LAYOUT.num_chunks), 4, 1)
+    sent = codec.encode_fragment(a, zero, zero.copy(), active=active, beta=0.0, k=64, bits=2)
+    predicted, values = contribution_size(replace(SETTING, fragments=4))
+    assert predicted == pytest.approx(len(sent.payload), rel=0.05, abs=400)
+    assert values == pytest.approx(sent.num_values, rel=0.05)
 
 
 def test_an_update_does_not_grow_with_sites_that_share_k() -> None:
@@ -255,6 +267,7 @@ def test_the_wan_benchmark_measured_what_the_plan_says() -> None:
             k_sites=3,
             bits=2,
             inner_steps=run["inner_steps"],
+            fragments=1,
             delay_steps=0,
             step_seconds=run["step_ms"] / 1e3,
             up_mbit=run["mbit"],
