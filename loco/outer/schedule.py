@@ -49,7 +49,8 @@ def in_fragment(rows: range, fragments: int, round_: int) -> npt.NDArray[np.bool
     every tensor, rank and round has an even share.
     """
     chunks = np.arange(rows.start, rows.stop)
-    return chunks % fragments == round_ % fragments
+    active: npt.NDArray[np.bool_] = chunks % fragments == round_ % fragments
+    return active
 
 
 class Alpha(Protocol):
