@@ -130,7 +130,8 @@ def test_in_how_many_parts_a_rank_uploads_changes_nothing(
     tmp_path: Path, undisturbed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "LANE_BYTES", 400)
-    with run_of(tmp_path / "state", config_of_run(2, sites=("paris",))) as coordinator:
+    config = config_of_run(2, sites=("paris",), fragments=2)
+    with run_of(tmp_path / "state", config) as coordinator:
         Life(coordinator.address, "paris").finishes()
         assert digests(coordinator) == undisturbed
         events = [event for _, event in coordinator.store.journal.replay(after=0)]
