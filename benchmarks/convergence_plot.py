@@ -161,7 +161,7 @@ def one_round(k: int, sites: int, bits: int, steps: int, delay: int, mbit: float
     return predict(
         Setting(
             layout=Layout.of([("parameters", (CLOCK_PARAMS,))]), sites=sites, ranks=RANKS, k=k,
-            bits=bits, k_sites=sites, inner_steps=steps, delay_steps=delay,
+            bits=bits, k_sites=sites, inner_steps=steps, fragments=1, delay_steps=delay,
             step_seconds=STEP_SECONDS, up_mbit=mbit, down_mbit=mbit, coordinator_mbit=None,
             rtt_ms=RTT_MS,
         )

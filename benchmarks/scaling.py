@@ -76,7 +76,7 @@ def load(params: float, sites: int, coordinator_mbit: float | None = COORDINATOR
     """The round of `params` parameters on `sites` sites."""
     setting = Setting(
         layout=Layout.of([("parameters", (int(params),))]), sites=sites, ranks=RANKS[params], k=K,
-        bits=2, k_sites=K_SITES, inner_steps=INNER_STEPS, delay_steps=0,
+        bits=2, k_sites=K_SITES, inner_steps=INNER_STEPS, fragments=1, delay_steps=0,
         step_seconds=STEP_SECONDS[params],
         up_mbit=SITE_MBIT, down_mbit=SITE_MBIT, coordinator_mbit=coordinator_mbit, rtt_ms=RTT_MS,
     )  # fmt: skip
