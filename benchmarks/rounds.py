@@ -45,6 +45,7 @@ LOG_ROUNDS = (0, 10, 20, 40, 80)  # since the last snapshot; 10 is the most by d
 STARTS = 3
 MEMORY_ROUNDS, MEMORY_SITES = 100, (2, 16)
 EMPTY_ROUNDS, EMPTY_SITES = 200, 8
+STAGGER_SECONDS = 0.01
 
 
 def run_of(millions: float, *, rounds: int, sites: int, snapshot_every: int) -> Raw:
@@ -197,29 +198,48 @@ def measure_memory(directory: Path, num_sites: int) -> dict[str, Any]:
 
 
 def measure_empty_rounds(directory: Path) -> dict[str, Any]:
-    """Time of a round in which 8 sites send no value and train nothing."""
+    """Time of a round in which 8 sites send no value and train nothing.
+
+    First all push at once, which is the worst that can happen. Then one 10 ms after the other, as
+    sites of their own speeds do: what the run waits for is from the last push to the last update.
+    """
     raw = run_of(0.02, rounds=10_000, sites=EMPTY_SITES, snapshot_every=1_000)
     raw["quorum"]["min_sites"] = EMPTY_SITES
     coordinator = CoordinatorProcess(directory, raw)
     coordinator.start()
     sites = members(coordinator, EMPTY_SITES, "zero")
     together([partial(site.run, 20) for site in sites])
-    cpu, began, rounds = coordinator.cpu_seconds(), time.monotonic(), []
+    cpu, rounds = coordinator.cpu_seconds(), []
     for last in range(70, 20 + EMPTY_ROUNDS + 1, 50):
         start = time.monotonic()
         together([partial(site.run, last) for site in sites])
         rounds.append((time.monotonic() - start) / 50)
-    seconds = time.monotonic() - began
+    cpu = coordinator.cpu_seconds() - cpu
+    waits = staggered_waits(sites, sites[0].round + EMPTY_ROUNDS // 2)
     result = {
         "sites": EMPTY_SITES,
         "rounds": EMPTY_ROUNDS,
-        "bytes_a_contribution": len(sites[0]._body),
-        "ms_a_round": 1e3 * seconds / EMPTY_ROUNDS,
+        "bytes_a_contribution": len(sites[0].body),
+        "ms_a_round": 1e3 * statistics.mean(rounds),
         "ms_a_round_of_the_best_50": 1e3 * min(rounds),
-        "coordinator_cpu_ms_a_round": 1e3 * (coordinator.cpu_seconds() - cpu) / EMPTY_ROUNDS,
+        "coordinator_cpu_ms_a_round": 1e3 * cpu / EMPTY_ROUNDS,
+        "ms_after_the_last_of_staggered_pushes": 1e3 * statistics.median(waits),
     }
     coordinator.stop()
     return result
+
+
+def staggered_waits(sites: list[LightSite], last: int) -> list[float]:
+    """Seconds from a round's last push to its last update, until round `last`."""
+    first = sites[0].round
+    for i, site in enumerate(sites):
+        site.pause = (i + 1) * STAGGER_SECONDS
+    together([partial(site.run, last) for site in sites])
+    return [
+        max(site.updated_at[round_] for site in sites)
+        - max(site.pushed_at[round_] for site in sites)
+        for round_ in range(first + 1, last)
+    ]
 
 
 def measure(directory: Path, parts: list[str]) -> dict[str, Any]:
@@ -251,7 +271,9 @@ def table(result: dict[str, Any]) -> str:
         empty = result["empty_round"]
         lines.append(
             f"{empty['sites']:4} sites: {empty['ms_a_round']:.1f} ms an empty round, "
-            f"{empty['coordinator_cpu_ms_a_round']:.1f} ms of it the coordinator's CPU time"
+            f"{empty['coordinator_cpu_ms_a_round']:.1f} ms of it the coordinator's CPU time; "
+            f"{empty['ms_after_the_last_of_staggered_pushes']:.1f} ms after the last push where "
+            "sites come one by one"
         )
     return "\n".join(lines)
 

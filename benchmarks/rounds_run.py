@@ -118,7 +118,12 @@ class LightSite:
         self.session = Session(
             address, name, PATIENCE_SECONDS, WireMetrics(Catalogue(CollectorRegistry()))
         )
-        self._body = body
+        self.body = body
+        self.pause = 0.0
+        """Seconds before each contribution, in the place of inner steps."""
+        self.pushed_at: dict[int, float] = {}
+        self.updated_at: dict[int, float] = {}
+        """By round: when its contribution began to be sent, and when its update was here."""
         self.round = 0
         self._digest = ""
         self.refused = 0
@@ -140,6 +145,7 @@ class LightSite:
             if answer.directive == pb.DIRECTIVE_TRAIN:
                 self._contribute(fault(self.round))
             elif answer.directive == pb.DIRECTIVE_UPDATE:
+                self.updated_at[self.round] = time.monotonic()
                 self.round, self._digest = self.round + 1, answer.theta_digest
                 if answer.HasField("next") and self.round < rounds:
                     self._contribute(fault(self.round))
@@ -149,7 +155,7 @@ class LightSite:
     def _contribute(self, fault: str) -> None:
         if fault == "malformed":
             try:
-                self.session.push(self._header(), self._body[:-1])
+                self.session.push(self._header(), self.body[:-1])
             except RefusedError as refused:
                 if refused.reason != "payload":
                     raise
@@ -157,7 +163,9 @@ class LightSite:
         elif fault == "broken off":
             self._break_off()
         else:
-            self.session.push(self._header(), self._body)
+            time.sleep(self.pause)
+            self.pushed_at[self.round] = time.monotonic()
+            self.session.push(self._header(), self.body)
 
     def _header(self) -> pb.PushHeader:
         return pb.PushHeader(
@@ -173,12 +181,12 @@ class LightSite:
         """Send half of the shard and vanish; the round closes without it."""
         header = self._header()
         header.caller.CopyFrom(self.session.caller)
-        header.size_bytes, header.digest = len(self._body), bytes_digest(self._body)
+        header.size_bytes, header.digest = len(self.body), bytes_digest(self.body)
         sent = threading.Event()
 
         def messages() -> Iterator[pb.PushRequest]:
             yield pb.PushRequest(header=header)
-            half = self._body[: len(self._body) // 2]
+            half = self.body[: len(self.body) // 2]
             for start in range(0, len(half), BLOCK_BYTES):
                 yield pb.PushRequest(block=make_block(half[start : start + BLOCK_BYTES]))
             sent.set()

@@ -61,9 +61,19 @@ def remove_leftovers(directory: Path) -> None:
 
 def rename_synced(source: Path, target: Path) -> None:
     """Rename within one file system, durably."""
+    rename(source, target)
+    sync_directory(target.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename within one file system; durable after `sync_directory`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source.rename(target)
-    directory = os.open(target.parent, os.O_RDONLY)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:

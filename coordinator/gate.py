@@ -134,14 +134,21 @@ class Gate(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._monitor = monitor
         self._audit = audit
+        self._handlers: dict[str, Handler] = {}  # of the methods that exist
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         method = handler_call_details.method
+        if method not in self._handlers:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._handlers[method] = self._guarded(method, handler)
+        return self._handlers[method]
+
+    def _guarded(self, method: str, handler: Handler) -> Handler:
+        """The same handler behind the checks."""
         rule = RULES.get(method, Rule(roles=frozenset()))
         call = functools.partial(_Call, method, rule)
         # Generated handlers are plain tuples: the one behaviour of the four that is set is wrapped.

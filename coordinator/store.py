@@ -147,7 +147,11 @@ class Store:
     ) -> Path:
         """Named by its digest too: of two uploads of one key at once, neither harms the other."""
         name = f"{site}.{incarnation}.{shard}.{digest}"
-        return self.directory / "contributions" / str(round_) / name
+        return self.contributions(round_) / name
+
+    def contributions(self, round_: int) -> Path:
+        """Directory of a round's contributions."""
+        return self.directory / "contributions" / str(round_)
 
     def incoming(self, round_: int, name: str) -> Path:
         """Where an upload grows; apart from the contributions, whose directory may go meanwhile."""

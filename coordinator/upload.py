@@ -1,36 +1,31 @@
 """Receiving one shard of a contribution: header, blocks, checks, disk, and only then the answer.
 
 Bytes gather in `incoming/`, under a name with their digest; a stream that breaks off leaves them
-there, and the next one goes on behind them. The block that makes the shard whole is written where
-the file is synced, checked and renamed: a small shard costs one visit to a thread.
+there, and the next one goes on behind them. `coordinator.finish` makes the whole shard durable.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from google.protobuf.message import Message
 
 from coordinator.admission import check_push
-from coordinator.contributions import Checked, check_contribution
+from coordinator.contributions import Checked
 from coordinator.engine import DISK_FULL, Engine
 from coordinator.events import Duplicate, ShardRefused, ShardStored
-from coordinator.failpoints import reach
-from coordinator.files import is_disk_full, rename_synced
+from coordinator.files import is_disk_full
+from coordinator.finish import Finisher, Upload, write_at
 from coordinator.monitor import Monitor
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from loco import codec
 from loco.config import Config
-from loco.digest import file_digest
-from loco.errors import PayloadError
 from loco.layout import CHUNK, cells
 from loco.wire.blocks import is_sound
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -38,7 +33,6 @@ from loco.wire.v1 import coordinator_pb2 as pb
 Count = Callable[[str, str, str, Message], None]
 
 DIGEST_BYTES = 16  # XXH3-128
-CHECKS_AT_ONCE = 2  # each decodes a cell: memory must not grow with the number of sites
 STALL_SECONDS = 60.0  # without a message: the stream ends, what came stays
 SLOW_AFTER_SECONDS = 60.0  # from then on a stream must have kept up with the least rate
 
@@ -60,24 +54,6 @@ class _Writer:
             pass
 
 
-@dataclass
-class _Upload:
-    """How far a stream has come with a shard."""
-
-    event: ShardStored
-    path: Path
-    offset: int
-    """Bytes that are in the file."""
-    last: bytes = b""
-    """The block behind them that makes the shard whole; not written yet."""
-    whole: bool = False
-    resumed: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.resumed = self.offset > 0
-        self.whole = self.offset == self.event.size_bytes
-
-
 class Uploads:
     """All Push streams of this process."""
 
@@ -88,7 +64,7 @@ class Uploads:
         self._limits = engine.store.config.limits
         self._writers: dict[Path, _Writer] = {}
         self._stored: Counter[tuple[int, str]] = Counter()  # round, site -> bytes of whole shards
-        self._finishers = ThreadPoolExecutor(CHECKS_AT_ONCE, thread_name_prefix="upload")
+        self._finisher = Finisher(engine.store, monitor)
 
     def offset(self, header: pb.PushHeader) -> int:
         """Bytes of this shard that are here already."""
@@ -135,10 +111,9 @@ class Uploads:
             if before is not None:
                 async with writer.lock:  # who comes next waits for this one
                     await _to_its_end(before.idle())
-            upload = _Upload(event, path, offset=header.offset)
+            upload = Upload(event, path, offset=header.offset)
             await self._write(first, requests, upload, writer)
-            loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._finishers, self._finish, upload)
+            work = self._finisher.finish(upload)
             work.add_done_callback(lambda done: self._count_stored(event, done))
             return await self._accept(event, await asyncio.shield(work))
         except FileNotFoundError:
@@ -244,7 +219,7 @@ class Uploads:
         self,
         first: pb.PushRequest,
         requests: AsyncIterator[pb.PushRequest],
-        upload: _Upload,
+        upload: Upload,
         writer: _Writer,
     ) -> None:
         """Take the blocks as they come, until the shard is whole or the stream ends."""
@@ -263,7 +238,7 @@ class Uploads:
             _check_current(writer)
             writer.finishing = True
 
-    async def _take_block(self, block: pb.Block, upload: _Upload, writer: _Writer) -> None:
+    async def _take_block(self, block: pb.Block, upload: Upload, writer: _Writer) -> None:
         data = _sound_data(block, upload.event, room=upload.event.size_bytes - upload.offset)
         async with writer.lock:
             _check_current(writer)
@@ -271,72 +246,11 @@ class Uploads:
                 upload.last = data
                 upload.whole = True
             else:
-                writing = asyncio.to_thread(_write_at, upload.path, upload.offset, data)
+                writing = asyncio.to_thread(write_at, upload.path, upload.offset, data)
                 await _to_its_end(writing)
                 upload.offset += len(data)
 
-    # --- checks and answer ----------------------------------------------------------------------
-
-    def _finish(self, upload: _Upload) -> Checked:
-        """The last block, sync, checks, and its name among the contributions. In a thread.
-
-        A whole file that fails is removed.
-        """
-        event, path = upload.event, upload.path
-        _write_at(path, upload.offset, upload.last)
-        size = _sync(path)
-        try:
-            checked = self._inspect(upload, size)
-            self._check_values(event, checked)
-        except RefusedRequest:
-            if size >= event.size_bytes:
-                path.unlink()
-            raise
-        target = self._engine.store.contribution(
-            event.round, event.site, event.incarnation, event.shard, event.digest
-        )
-        rename_synced(path, target)
-        reach("upload.renamed")
-        return checked
-
-    def _check_values(self, event: ShardStored, checked: Checked) -> None:
-        config, layout = self._engine.store.config, self._engine.store.layout
-        if not checked.largest <= config.outer.max_value:  # NaN, too
-            name = layout.parameter_at(checked.largest_at).name
-            raise RefusedRequest(
-                "absurd",
-                f"the contribution of {event.site!r} has {checked.largest:g} in {name}; "
-                f"outer.max_value allows {config.outer.max_value:g}",
-            )
-
-    def _inspect(self, upload: _Upload, size: int) -> Checked:
-        """What the shard holds, if it is as its header says."""
-        event, path = upload.event, upload.path
-        if size < event.size_bytes:  # a broken connection looks like an early end: no fault of it
-            raise RefusedRequest(
-                "", f"{size} of {event.size_bytes} bytes are here: go on behind them"
-            )
-        digest = file_digest(path).hex()
-        if digest == event.digest:
-            return self._decode(event, path)
-        if upload.resumed:  # what was here before may have been torn by a power cut: not its fault
-            raise RefusedRequest("", "the bytes here were damaged: send the shard from its start")
-        raise RefusedRequest(
-            "corrupt",
-            f"shard {event.shard} of {event.site!r}: {size} bytes with digest {digest[:16]} came, "
-            f"{event.size_bytes} bytes with {event.digest[:16]} were declared",
-        )
-
-    def _decode(self, event: ShardStored, path: Path) -> Checked:
-        store = self._engine.store
-        rows = store.layout.shard(event.shard, event.num_shards)
-        try:
-            with self._monitor.metrics.codec.decode_seconds.time():
-                return check_contribution(path, rows, bits=store.config.codec.bits)
-        except PayloadError as error:
-            raise RefusedRequest(
-                "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"
-            ) from error
+    # --- answer ----------------------------------------------------------------------------------
 
     async def _accept(self, event: ShardStored, checked: Checked) -> bool:
         """Journal the shard, whose file has its name; True for a repeat."""
@@ -438,27 +352,6 @@ async def _to_its_end(work: Coroutine[None, None, None]) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((task,))
         raise
-
-
-def _write_at(path: Path, offset: int, data: bytes) -> None:
-    """Write behind the first `offset` bytes, and cut off what was there: the stream before may have
-    written on after it was asked for the offset."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        if offset > file.tell():
-            raise RefusedRequest("", f"{file.tell()} bytes of the shard are here, not {offset}")
-        file.truncate(offset)
-        file.write(data)  # at the end, wherever that is
-    reach("upload.block_written")
-
-
-def _sync(path: Path) -> int:
-    """Make the bytes durable; their number."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
-    reach("upload.synced")
-    return size
 
 
 def _event(header: pb.PushHeader) -> ShardStored:

@@ -19,7 +19,7 @@ from support.certs import Certs, channel
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
-from coordinator import upload
+from coordinator import finish, upload
 from loco.layout import Layout, Parameter
 from loco.wire.blocks import make_block
 from loco.wire.protocol import PROTOCOL_VERSION
@@ -167,7 +167,7 @@ def _(paris: Member, oslo: Member) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:  # the disk is the fault that is injected
-        patch.setattr(upload, "_write_at", full)
+        patch.setattr(finish, "write_at", full)
         paris.push(0, BODY)
 
 
