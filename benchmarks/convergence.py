@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import resource
 import subprocess
 import time
 import tomllib
@@ -166,6 +167,7 @@ def simulated_run(config: Config, method: Method) -> dict[str, Any]:
 def real_run(config: Config) -> dict[str, Any]:
     """A coordinator and sites of one rank each as processes; bytes are those at its transport."""
     names = sorted(config.data.sites)
+    before = children_seconds()
     status = run_processes(config, names, 1, ProgressView(config, quiet=True))
     dense = status["dense_bytes_per_round"]
     rounds = config.run.rounds
@@ -183,9 +185,15 @@ def real_run(config: Config) -> dict[str, Any]:
         "times_smaller_down": dense / down,
         "times_smaller_up_last_round": dense / up,
         "theta_digest": status["theta_digest"],
-        "cpu_seconds": 0.0,
+        "cpu_seconds": round(children_seconds() - before, 1),
         "traces": {"bytes_up": [round(up)] * rounds, "bytes_down": [round(down)] * rounds},
     }
+
+
+def children_seconds() -> float:
+    """CPU time of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def short(value: float) -> float:

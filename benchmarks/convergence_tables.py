@@ -195,9 +195,26 @@ def varied_table() -> list[str]:
     return lines
 
 
+def real_runs() -> list[str]:
+    """What became of runs with real processes, against the simulation of the same config."""
+    runs = [run for run in load() if is_main(run)]
+    simulated = {(run["model"], run["seed"]): run for run in runs if run["method"] == "recipe"}
+    lines = []
+    for run in (run for run in runs if run["method"] == "real"):
+        twin = simulated[run["model"], run["seed"]]
+        same = run["theta_digest"] == twin["theta_digest"]
+        lines.append(
+            f"{run['params']:,} parameters, seed {run['seed']}, {run['rounds']} rounds: theta of "
+            f"the real run has the digest `{run['theta_digest'][:16]}`, that of the simulation "
+            f"`{twin['theta_digest'][:16]}`: {'equal in every bit' if same else '**different**'}."
+        )
+    return lines or ["Not run."]
+
+
 BLOCKS: dict[str, Callable[[], list[str]]] = {
     "convergence": readme_table,
     "convergence-models": all_tables,
     "convergence-rates": rate_table,
     "convergence-varied": varied_table,
+    "convergence-real": real_runs,
 }
