@@ -144,7 +144,7 @@ def finish(axes: Any) -> None:
 def round_seconds(run: Run, mbit: float) -> list[float]:
     """Seconds of each round under the plan's formulas, were the model of CLOCK_PARAMS."""
     method = METHODS[run["method"]]
-    if method.runner != "sites":
+    if method.runner in ("data_parallel", "torchft"):
         times = run["inner_steps"] if method.runner == "data_parallel" else 1
         exchange = times * all_reduce_seconds(run["sites"], mbit)
         return [run["inner_steps"] * STEP_SECONDS + exchange] * run["rounds"]
@@ -152,16 +152,20 @@ def round_seconds(run: Run, mbit: float) -> list[float]:
         method, model=run["model"], sites=run["sites"], iid=False, rounds=run["rounds"], seed=0
     )
     config = changed(base, run["changes"])
-    setting = (run["sites"], config.codec.bits, config.inner.steps, config.outer.delay_steps, mbit)
+    outer = config.outer
+    turns = (config.inner.steps, outer.fragments, outer.delay_steps)
+    setting = (run["sites"], config.codec.bits, *turns, mbit)
     return [one_round(k_at(config.codec, round_), *setting) for round_ in range(run["rounds"])]
 
 
 @cache
-def one_round(k: int, sites: int, bits: int, steps: int, delay: int, mbit: float) -> float:
+def one_round(
+    k: int, sites: int, bits: int, steps: int, fragments: int, delay: int, mbit: float
+) -> float:
     return predict(
         Setting(
             layout=Layout.of([("parameters", (CLOCK_PARAMS,))]), sites=sites, ranks=RANKS, k=k,
-            bits=bits, k_sites=sites, inner_steps=steps, fragments=1, delay_steps=delay,
+            bits=bits, k_sites=sites, inner_steps=steps, fragments=fragments, delay_steps=delay,
             step_seconds=STEP_SECONDS, up_mbit=mbit, down_mbit=mbit, coordinator_mbit=None,
             rtt_ms=RTT_MS,
         )

@@ -28,12 +28,13 @@ GATHERED = ROOT / "build/evidence"
 DEMOS = ("loco demo", "loco demo --inner dense", "loco demo --algorithm diloco")
 GRIDS = (
     "--rounds 60 --method ddp localsgd diloco sparseloco recipe --seed 0 1 2",
-    "--rounds 60 --method torchft-diloco real mean overlap scape one-bit",
+    "--rounds 60 --method torchft-diloco real mean overlap fragments scape one-bit",
     "--rounds 60 --method ddp localsgd sparseloco recipe --vary inner.lr 2e-3 8e-3",
     "--rounds 60 --method diloco --vary inner.lr 1e-3 4e-3",
     "--rounds 60 --method sparseloco --vary outer.beta 0.5 0.8 --vary outer.alpha 1.0 2.0",
     "--rounds 60 --method recipe localsgd diloco --data iid",
-    "--rounds 60 --method recipe localsgd diloco --sites 4",
+    "--rounds 60 --method localsgd diloco --sites 4",
+    "--rounds 60 --method recipe --sites 4 --vary codec.k_sites 1 4",
     "--steps 900 --method diloco --vary inner.steps 10 30 60",
     "--steps 900 --method recipe --vary inner.steps 10 15 30 60 --vary codec.k 32 64 128",
 )

@@ -85,6 +85,10 @@ METHODS: dict[str, Method] = {
         title="the same, 5 steps of overlap", lr=SPARSE_LR,
         changes={**RECIPE, "outer.delay_steps": 5},
     ),
+    "fragments": Method(
+        title="the same, chunks take turns by 3", lr=SPARSE_LR,
+        changes={**RECIPE, "outer.fragments": 3},
+    ),
     "scape": Method(
         title="the same, SCAPE inside the sites",
         lr=SCAPE_LR, changes=RECIPE, inner="scape",
