@@ -237,7 +237,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 response.included = True
                 response.data_cursor = mine.data_cursor
                 response.plan.CopyFrom(self._plan(have_round, update))
-                response.plan.inner_steps = mine.inner_steps
+                response.plan.site_steps = mine.inner_steps
         elif word == "resync":
             if have_round in state.digests:  # else the site was only away for too long
                 self._monitor.digest_mismatch(site)

@@ -121,6 +121,10 @@ class InnerConfig(_Section):
 
     steps: PositiveInt = 15
     """H: inner steps a round."""
+    sync_every_seconds: Annotated[float, Field(gt=0.0)] | None = None
+    """H by time, for sites that differ in speed: each makes as many inner steps a round as it can
+    in so many seconds, by its own measure, up to `max_local_steps`. The first round has `steps`,
+    and for the learning rate every round counts as `steps`."""
     max_local_steps: PositiveInt = 200
     """Inner steps at most that a site makes between two exchanges while it cannot reach the
     coordinator; then it waits."""

@@ -56,6 +56,10 @@ def worker(
         float | None,
         typer.Option(help="Rate of the wide-area link in Mbit/s, for dashboards; else measured."),
     ] = None,
+    max_mbit: Annotated[
+        float | None,
+        typer.Option(help="Mbit/s that the site's transfers take at most, each way."),
+    ] = None,
     bundle: Bundle = None,
     insecure: Insecure = False,
     fault_tolerance: Annotated[
@@ -115,8 +119,9 @@ def worker(
     if ranks is not None and (ranks < 1 or (world and ranks != world)):
         allowed = f"the {world} ranks of this torchrun job" if world else "at least 1"
         raise ConfigError(f"--ranks {ranks} is not possible: use {allowed}")
-    if link_mbit is not None and not 0 < link_mbit < 1e9:
-        raise ConfigError(f"--link-mbit {link_mbit} is not possible: use a rate above 0 in Mbit/s")
+    for flag, mbit in (("--link-mbit", link_mbit), ("--max-mbit", max_mbit)):
+        if mbit is not None and not 0 < mbit < 1e9:
+            raise ConfigError(f"{flag} {mbit} is not possible: use a rate above 0 in Mbit/s")
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks or 1))
     options = Options(
         coordinator=coordinator,
@@ -130,6 +135,7 @@ def worker(
         checkpoint_every_rounds=checkpoint_every_rounds,
         elastic=elastic,
         link_mbit=link_mbit,
+        max_mbit=max_mbit,
         bundle=bundle,
         insecure=insecure,
     )

@@ -143,7 +143,7 @@ class Guest(Trainee):
     def mask_density(self) -> float:
         return self.optimizer.current_density() if isinstance(self.optimizer, Scape) else 1.0
 
-    def train(self, num_steps: int, plan: pb.RoundPlan) -> None:  # noqa: ARG002 (lr is the user's)
+    def _train(self, num_steps: int, plan: pb.RoundPlan) -> None:  # noqa: ARG002 (lr is the user's)
         for _ in range(num_steps):
             made = self._baton.await_step()
             self._tokens += made.tokens

@@ -122,6 +122,8 @@ class Worker(Entry):
     def _contribute(self, plan: pb.RoundPlan) -> None:
         """What is left of H inner steps, then this rank's shard; asked again, the same shard."""
         self._at.plan = plan
+        if self._config.inner.sync_every_seconds is not None:
+            self._choose_steps(plan, self._config.inner.sync_every_seconds)
         self._evaluate_if_due()
         contribution = self._prepare(plan, push=True)
         with self._pulse.phase(pb.SITE_PHASE_PUSH):
@@ -147,6 +149,18 @@ class Worker(Entry):
         if not self._at.pending.shards:
             self._encode(self._at.pending, plan.k, push=push)
         return self._at.pending
+
+    def _choose_steps(self, plan: pb.RoundPlan, seconds: float) -> None:
+        """H of this site, by the time that its inner steps took lately; equal on all ranks."""
+        if self._at.goal[0] == self._exchange.round:
+            plan.site_steps = self._at.goal[1]  # the round has begun
+            return
+        mine = self._trainer.seconds_a_step if self._site.leads else 0.0
+        (each,) = self._site.sum(mine)
+        if each:
+            least = max(1, self._config.outer.delay_steps)
+            most = self._config.inner.max_local_steps
+            plan.site_steps = min(max(least, round(seconds / each)), most)
 
     def _train(self, plan: pb.RoundPlan) -> None:
         """What is left of the round's inner steps; the pseudo-gradient is measured after them."""
@@ -208,7 +222,7 @@ class Worker(Entry):
         What a site has done beyond the delay, in a partition, comes on top.
         """
         ahead = min(self._trainer.local_steps, self._config.outer.delay_steps)
-        return max(0, plan.inner_steps - ahead)
+        return max(0, (plan.site_steps or plan.inner_steps) - ahead)
 
     def _report(
         self,

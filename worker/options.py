@@ -71,6 +71,8 @@ class Options:
     """None: a static group, in which the death of a rank ends the site."""
     link_mbit: float | None
     """Rate of the site's wide-area link in Mbit/s, for the utilisation on dashboards only."""
+    max_mbit: float | None = None
+    """Mbit/s that the site's transfers take at most in each direction, over all its ranks."""
     bundle: Path | None = None
     """Certificate and key; None: plaintext, on loopback only unless `insecure`."""
     insecure: bool = False
@@ -93,6 +95,7 @@ class Options:
             "--checkpoint": self.checkpoint,
             "--checkpoint-every-rounds": self.checkpoint_every_rounds,
             "--link-mbit": self.link_mbit,
+            "--max-mbit": self.max_mbit,
             "--bundle": self.bundle,
         }
         given = [str(part) for item in flags.items() if item[1] is not None for part in item]

@@ -31,7 +31,12 @@ def run_rank(options: Options) -> None:
     _serve_metrics(options.metrics, int(os.environ.get("RANK", "0")), registry)
     wire = WireMetrics(Catalogue(registry))
     session = Session(
-        options.coordinator, options.site, options.patience_seconds, wire, options.access
+        options.coordinator,
+        options.site,
+        options.patience_seconds,
+        wire,
+        options.access,
+        None if options.max_mbit is None else options.max_mbit * 1e6 / 8 / site.num_shards,
     )
     try:
         kind = Exchange if options.elastic is None else ReplicatedExchange

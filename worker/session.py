@@ -39,6 +39,7 @@ from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 from worker.lanes import Lanes, cut
 from worker.stall import StalledError, Watch
+from worker.throttle import Throttle
 
 if TYPE_CHECKING:
     from loco.chain import Fact
@@ -107,8 +108,10 @@ class Session:
         patience: float,
         wire: WireMetrics,
         access: Access | None = None,
+        bytes_per_second: float | None = None,
     ) -> None:
-        """`access` defaults to plaintext on loopback."""
+        """`access` defaults to plaintext on loopback; `bytes_per_second` bounds the transfers of
+        each direction."""
         self.address = address
         self.access = access or Access()
         self._site = site
@@ -117,6 +120,7 @@ class Session:
         self._lanes = Lanes(address, self.access)
         self._begun: dict[tuple[int, int, bytes], Future[pb.PushResponse]] = {}
         self._counting = threading.Lock()
+        self._up, self._down = Throttle(bytes_per_second), Throttle(bytes_per_second)
         self._answered = False
         self._instance = secrets.token_hex(8)
         self._random = Random()  # the global one may be a user's, who counts on its state
@@ -276,6 +280,7 @@ class Session:
     ) -> Iterator[pb.PushRequest]:
         left = len(body) - header.offset
         if left <= INLINE_BYTES:  # with the header: half the messages of a small shard
+            self._up.take(left)
             block = make_block(body[header.offset :])
             yield self._sent(pb.PushRequest(header=header, block=block), "contribution")
             return
@@ -283,6 +288,7 @@ class Session:
         for start in range(header.offset, len(body), BLOCK_BYTES):
             watch.moved()
             data = body[start : start + BLOCK_BYTES]
+            self._up.take(len(data))
             yield self._sent(pb.PushRequest(block=make_block(data)), "contribution")
 
     def pull(self, round_: int, span: range) -> bytes:
@@ -368,6 +374,7 @@ class Session:
                     if not is_sound(response.block):
                         raise DamagedBlockError(f"a block of the {kind} was damaged on the way")
                     data.extend(response.block.data)
+                    self._down.take(len(response.block.data))  # what nobody reads is not sent
 
         self._patiently(go_on)
         return bytes(data)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,6 +56,16 @@ class Trainee(ABC):
         """Inner steps of this site since the run's start: its position in its data."""
         self._local_steps = 0
         self._nats = self._weight = 0.0
+        self._seconds, self._timed_steps = 0.0, 0
+        self.seconds_a_step = 0.0
+        """Mean over the inner steps of the last round; 0 before there is one."""
+
+    def train(self, num_steps: int, plan: pb.RoundPlan) -> None:
+        """Make inner steps, and measure their time."""
+        started = time.monotonic()
+        self._train(num_steps, plan)
+        self._seconds += time.monotonic() - started
+        self._timed_steps += num_steps
 
     @property
     @abstractmethod
@@ -67,7 +78,7 @@ class Trainee(ABC):
         """Share of the gradient's positions that the ranks exchange in an inner step."""
 
     @abstractmethod
-    def train(self, num_steps: int, plan: pb.RoundPlan) -> None:
+    def _train(self, num_steps: int, plan: pb.RoundPlan) -> None:
         """Make inner steps; `_count` each."""
 
     @abstractmethod
@@ -113,6 +124,9 @@ class Trainee(ABC):
 
     def start_count(self) -> None:
         """An exchange takes what was done until now."""
+        if self._timed_steps:
+            self.seconds_a_step = self._seconds / self._timed_steps
+        self._seconds, self._timed_steps = 0.0, 0
         self._local_steps, self._nats, self._weight = 0, 0.0, 0.0
 
     def _count(self, nats: float, weight: float) -> None:

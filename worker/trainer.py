@@ -68,7 +68,7 @@ class Trainer(Trainee):
     def mask_density(self) -> float:
         return self.optimizer.current_density() if isinstance(self.optimizer, Scape) else 1.0
 
-    def train(self, num_steps: int, plan: pb.RoundPlan) -> None:
+    def _train(self, num_steps: int, plan: pb.RoundPlan) -> None:
         """Inner steps; the learning rate follows the run's steps, the data this site's own."""
         for _ in range(num_steps):
             step = min(plan.first_step + self._local_steps, plan.total_steps - 1)

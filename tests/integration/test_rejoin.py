@@ -173,7 +173,9 @@ def test_a_checkpoint_too_old_for_the_updates_keeps_the_data_and_drops_the_ef(
     checkpoint = tmp_path / "checkpoint"
     changes = {"state": {"snapshot_every_rounds": 2, "keep_updates": 2}}
     with run_of(tmp_path, config_of_run(**changes, quorum=IMPATIENT)) as coordinator:
-        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("holds", 2))
+        first = Life(
+            coordinator.address, "paris", checkpoint=checkpoint, is_over=at("before push", 2)
+        )
         assert isinstance(first.ends(), Killed)
         let_others_make_rounds(coordinator, until_round=6)
         second = Life(coordinator.address, "paris", checkpoint=checkpoint)

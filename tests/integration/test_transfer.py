@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_downloads_go_on_where_their_connection_broke(tmp_path: Path) -> None:
         assert site.session.resumed_bytes >= BLOCK_BYTES
         assert proxy.passed["down"] - before < BODY_BYTES + 1.5 * BLOCK_BYTES
         assert site.digest == coordinator.state.theta_digest
+
+
+def test_transfers_keep_below_the_rate_that_a_site_allows(tmp_path: Path) -> None:
+    rate = 2e6
+    with behind_a_proxy(tmp_path) as (coordinator, _, site):
+        for throttle in (site.session._up, site.session._down):
+            throttle._rate = rate
+        for _ in ("up", "down"):
+            started = time.monotonic()
+            site.follow()
+            assert time.monotonic() - started > (BODY_BYTES - 2 * BLOCK_BYTES) / rate
+            eventually(lambda: coordinator.state.round == 1, "the round is committed")
+        assert site.round == 1
 
 
 def test_parts_go_side_by_side_and_each_goes_on_where_it_broke(

@@ -38,6 +38,7 @@ FULL = Options(
     checkpoint=Path("/tmp/check points"),
     checkpoint_every_rounds=3,
     link_mbit=62.5,
+    max_mbit=50.5,
     bundle=Path("my certs/oslo-2.pem"),
     insecure=True,
     elastic=Elastic(

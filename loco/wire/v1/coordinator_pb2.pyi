@@ -1203,6 +1203,7 @@ class RoundPlan(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     K_FIELD_NUMBER: _builtins.int
+    SITE_STEPS_FIELD_NUMBER: _builtins.int
     inner_steps: _builtins.int
     """H: inner steps to make."""
     first_step: _builtins.int
@@ -1211,6 +1212,8 @@ class RoundPlan(_message.Message):
     """Inner steps of the whole run, as far as is known now: the horizon of the learning rate."""
     k: _builtins.int
     """Values to keep of each chunk."""
+    site_steps: _builtins.int
+    """Inner steps that this site makes, or made, where they are not H: 0 elsewhere."""
     def __init__(
         self,
         *,
@@ -1218,10 +1221,11 @@ class RoundPlan(_message.Message):
         first_step: _builtins.int = ...,
         total_steps: _builtins.int = ...,
         k: _builtins.int = ...,
+        site_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "inner_steps", b"inner_steps", "k", b"k", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "inner_steps", b"inner_steps", "k", b"k", "site_steps", b"site_steps", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
