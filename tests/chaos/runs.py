@@ -11,13 +11,15 @@ def exact_run(seed: int, rounds: int = ENDLESS) -> Raw:
     """Every site is in every round, whatever happens: the run must equal an undisturbed one.
 
     No site makes inner steps while it waits (`max_local_steps`), nobody is given up
-    (`dead_after_seconds`), no round closes early (`grace_seconds`).
+    (`dead_after_seconds`), no round closes early (`grace_seconds`). Of even seeds one of the two
+    inner steps is made while the exchange goes on.
     """
     return {
         "run": {"name": "exact", "seed": seed, "rounds": rounds},
         "model": _model(dim=32, num_layers=1),
         "data": {"batch": 4},
         "inner": {"steps": 2, "max_local_steps": 2, "warmup_steps": 0},
+        "outer": {"delay_steps": 1 - seed % 2},
         "codec": {"k": 256, "k_sites": 1},
         "quorum": {
             "min_sites": 2,
