@@ -353,7 +353,7 @@ def test_the_last_write_of_a_stream_that_is_gone_comes_before_those_of_the_next(
     coordinator: Coordinator, paris: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread cannot be stopped; after them it would damage what was checked and accepted."""
-    write_at, begun, go_on = upload._write_at, threading.Event(), threading.Event()
+    write_at, begun, go_on = upload.write_at, threading.Event(), threading.Event()
 
     def slowly(path: Path, offset: int, data: bytes) -> None:
         if not begun.is_set():
@@ -361,7 +361,7 @@ def test_the_last_write_of_a_stream_that_is_gone_comes_before_those_of_the_next(
             assert go_on.wait(20)
         write_at(path, offset, data)
 
-    monkeypatch.setattr(upload, "_write_at", slowly)
+    monkeypatch.setattr(upload, "write_at", slowly)
     body = body_of()
     gone = Streaming(paris, paris.header(0, body))
     gone.send(body[:10])
