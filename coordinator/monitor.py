@@ -58,7 +58,6 @@ HOUSEKEEPING_SECONDS = 1.0
 PLAINTEXT_SAID_SECONDS = 600.0
 _DISK_SECONDS = 30.0
 _KEPT_NOTES = 50
-_TRANSFERS = {"up": ("push", "contribution"), "down": ("pull", "update")}  # phase, kind of bytes
 
 
 class Monitor:
@@ -95,7 +94,6 @@ class Monitor:
         self.history = History()
         self.history.restore(self._file.read())
         self.bytes = Counter(self._file.take_bytes())
-        self._inner_steps = store.config.inner.steps
         self._traces = traces_if_wanted(store.run_id)
         self._describe_run()
 
@@ -176,11 +174,6 @@ class Monitor:
     def _joined(self, event: SiteJoined, state: State) -> None:
         incarnation = state.sites[event.site].incarnation
         self.told[event.site] = Told(incarnation=incarnation, baseline_known=True)
-        # Bytes so far belong to earlier lives of the site.
-        for direction, (_, kind) in _TRANSFERS.items():
-            self.told[event.site].measure_link(
-                direction, 0.0, self.bytes[event.site, direction, kind]
-            )
         self._appear(event.site)
         message = f"site {event.site} joined with {event.num_ranks} shards (incarnation"
         self._note("joined", f"{message} {incarnation})", site=event.site)
@@ -261,7 +254,6 @@ class Monitor:
         run.round.set(state.round)
         run.finished.set(state.phase == "finished")
         run.held.set(state.hold != "none")
-        self._inner_steps = state.inner_steps
         run.inner_steps.set(state.inner_steps)
         run.alpha.set(in_force("outer.alpha", config, state.settings, state.round))
         run.k.set(k_of_round(config, state, state.round))
@@ -331,6 +323,8 @@ class Monitor:
         self._take_spans(site, told, beat)
         self._take_reports(site, beat)
         self._measure_link(site, told, beat)
+        if beat.step_seconds:
+            self.metrics.sites.inner_step_seconds.labels(site).set(beat.step_seconds)
         self._export(site, told, beat)
 
     def _take_spans(self, site: str, told: Told, beat: pb.HeartbeatRequest) -> None:
@@ -339,9 +333,6 @@ class Monitor:
             self.metrics.run.phase_seconds.labels(span.phase).observe(span.seconds)
             if self._traces:
                 self._traces.phase(site, span)
-            if span.phase == "compute":
-                each = span.seconds / self._inner_steps
-                self.metrics.sites.inner_step_seconds.labels(site).set(each)
 
     def _take_reports(self, site: str, beat: pb.HeartbeatRequest) -> None:
         for report in beat.reports:
@@ -360,10 +351,13 @@ class Monitor:
             self.metrics.run.validation_bits_per_byte.set(measured.bits_per_byte)
 
     def _measure_link(self, site: str, told: Told, beat: pb.HeartbeatRequest) -> None:
-        for direction, (phase, kind) in _TRANSFERS.items():
-            if told.phase != phase:  # a transfer in progress is measured when it is over
-                seconds = told.phase_seconds.get(phase, 0.0)
-                told.measure_link(direction, seconds, self.bytes[site, direction, kind])
+        """By what the leader says of its own transfers: the other ranks' parts go beside them."""
+        moved = {
+            "up": (beat.totals.up_seconds, beat.totals.up_bytes),
+            "down": (beat.totals.down_seconds, beat.totals.down_bytes),
+        }
+        for direction, (seconds, num_bytes) in moved.items():
+            told.measure_link(direction, seconds, max(1, beat.ranks) * num_bytes)
             if beat.link_bytes_per_second:
                 told.link_rate[direction] = beat.link_bytes_per_second
             for rates, gauge in (

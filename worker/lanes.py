@@ -9,8 +9,10 @@ its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 from loco.wire.access import Access, Link
@@ -36,6 +38,37 @@ def cut(span: range) -> list[range]:
     parts, size = num_parts(len(span)), len(span)
     ends = [span.start + i * size // parts for i in range(parts + 1)]
     return [range(ends[i], ends[i + 1]) for i in range(parts)]
+
+
+class Moved:
+    """Bytes of one direction, and the seconds in which any of them were on their way.
+
+    Parts that go side by side count their time once, so that the quotient is what the line gave.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self._under_way = 0
+        self._since = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def moving(self, num_bytes: int) -> Iterator[None]:
+        """A transfer of so many bytes, which count if it ends well."""
+        with self._lock:
+            if self._under_way == 0:
+                self._since = time.monotonic()
+            self._under_way += 1
+        try:
+            yield
+            with self._lock:
+                self.num_bytes += num_bytes
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                if self._under_way == 0:
+                    self.seconds += time.monotonic() - self._since
 
 
 class Lanes:

@@ -243,6 +243,11 @@ class Worker(Entry):
                 grad_norm=self._trainer.optimizer.last_grad_norm,
             )
             beat.totals.skipped_steps = self._trainer.optimizer.skipped_steps
+            beat.step_seconds = self._trainer.seconds_a_step
+            beat.totals.up_seconds = self._session.up.seconds
+            beat.totals.up_bytes = self._session.up.num_bytes
+            beat.totals.down_seconds = self._session.down.seconds
+            beat.totals.down_bytes = self._session.down.num_bytes
             beat.totals.retries = int(retries)
             beat.totals.resumed_bytes = int(resumed_bytes)
             beat.totals.in_site_bytes = int(in_site_bytes)

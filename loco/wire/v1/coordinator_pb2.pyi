@@ -655,6 +655,10 @@ class SiteTotals(_message.Message):
     RESUMED_BYTES_FIELD_NUMBER: _builtins.int
     IN_SITE_BYTES_FIELD_NUMBER: _builtins.int
     SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
+    UP_SECONDS_FIELD_NUMBER: _builtins.int
+    UP_BYTES_FIELD_NUMBER: _builtins.int
+    DOWN_SECONDS_FIELD_NUMBER: _builtins.int
+    DOWN_BYTES_FIELD_NUMBER: _builtins.int
     retries: _builtins.int
     """Calls that were tried again because the coordinator did not answer."""
     resumed_bytes: _builtins.int
@@ -663,6 +667,14 @@ class SiteTotals(_message.Message):
     """Bytes that the ranks handed to collectives among themselves."""
     skipped_steps: _builtins.int
     """Inner steps that all ranks skipped together because a gradient was not finite."""
+    up_seconds: _builtins.float
+    """Seconds in which the leader was sending contributions, and the bytes that went."""
+    up_bytes: _builtins.int
+    """See there."""
+    down_seconds: _builtins.float
+    """Seconds in which it was fetching updates and snapshots by calls of their own, and the bytes."""
+    down_bytes: _builtins.int
+    """See there."""
     def __init__(
         self,
         *,
@@ -670,10 +682,14 @@ class SiteTotals(_message.Message):
         resumed_bytes: _builtins.int = ...,
         in_site_bytes: _builtins.int = ...,
         skipped_steps: _builtins.int = ...,
+        up_seconds: _builtins.float = ...,
+        up_bytes: _builtins.int = ...,
+        down_seconds: _builtins.float = ...,
+        down_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_site_bytes", b"in_site_bytes", "resumed_bytes", b"resumed_bytes", "retries", b"retries", "skipped_steps", b"skipped_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down_bytes", b"down_bytes", "down_seconds", b"down_seconds", "in_site_bytes", b"in_site_bytes", "resumed_bytes", b"resumed_bytes", "retries", b"retries", "skipped_steps", b"skipped_steps", "up_bytes", b"up_bytes", "up_seconds", b"up_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -748,6 +764,7 @@ class HeartbeatRequest(_message.Message):
     NON_FINITE_FIELD_NUMBER: _builtins.int
     MEMBERSHIP_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
     phase: Global___SitePhase.ValueType
     """What the site is doing."""
     inner_steps: _builtins.int
@@ -768,6 +785,8 @@ class HeartbeatRequest(_message.Message):
     """Training stopped because loss, gradient or pseudo-gradient was not finite."""
     ranks: _builtins.int
     """Ranks that the site was started with."""
+    step_seconds: _builtins.float
+    """Mean duration of an inner step in the last round; 0 before there is one."""
     @_builtins.property
     def caller(self) -> Global___Caller:
         """Who."""
@@ -816,10 +835,11 @@ class HeartbeatRequest(_message.Message):
         non_finite: _builtins.bool = ...,
         membership: Global___Membership | None = ...,
         ranks: _builtins.int = ...,
+        step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "membership", b"membership", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluations", b"evaluations", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "membership", b"membership", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "ranks", b"ranks", "reports", b"reports", "round", b"round", "spans", b"spans", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte", "caller", b"caller", "evaluations", b"evaluations", "inner_steps", b"inner_steps", "link_bytes_per_second", b"link_bytes_per_second", "membership", b"membership", "non_finite", b"non_finite", "num_earlier_spans", b"num_earlier_spans", "phase", b"phase", "phase_seconds", b"phase_seconds", "ranks", b"ranks", "reports", b"reports", "round", b"round", "spans", b"spans", "step_seconds", b"step_seconds", "theta_digest", b"theta_digest", "tokens", b"tokens", "totals", b"totals", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__train_bits_per_byte: _TypeAlias = _typing.Literal["train_bits_per_byte"]  # noqa: Y015
     _WhichOneofArgType__train_bits_per_byte: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte"]  # noqa: Y015
