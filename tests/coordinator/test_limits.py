@@ -25,7 +25,7 @@ from support.certs import Certs
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
-from coordinator import server, upload
+from coordinator import finish, server, upload
 from coordinator.limits import Limits
 from coordinator.refused import RefusedRequest
 from loco.config import LimitsConfig
