@@ -15,20 +15,24 @@ from loco.outer import Piece
 
 
 class ShardReader:
-    """Hands out the pieces of one shard cell by cell, as the reducer walks the cells."""
+    """Hands out the pieces of one shard cell by cell, as the reducer walks the cells.
+
+    A payload is read when it is asked for: of all the sites' shards one is in memory at a time.
+    """
 
     def __init__(self, path: Path, *, rows: range, weight: float, scale: float) -> None:
+        self._cells = cells(rows)
+        self._next = next(self._cells, None)
         self._payloads = read_payloads(path, rows)
         self._weight = weight
         self._scale = scale
-        self._next = next(self._payloads, None)
 
     def pieces(self, cell: range) -> Iterator[Piece]:
         """The piece within `cell`, if the shard has one."""
-        if self._next is None or self._next[0].start >= cell.stop:
+        if self._next is None or self._next.start >= cell.stop:
             return
-        rows, payload = self._next
-        self._next = next(self._payloads, None)
+        rows, payload = next(self._payloads)
+        self._next = next(self._cells, None)
         yield Piece(
             start=(rows.start - cell.start) * CHUNK,
             num_elements=len(rows) * CHUNK,
@@ -36,6 +40,8 @@ class ShardReader:
             scale=self._scale,
             payload=payload,
         )
+        if self._next is None:
+            next(self._payloads, None)  # bytes that follow the last payload are an error
 
 
 def read_payloads(path: Path, rows: range) -> Iterator[tuple[range, bytes]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,7 @@ class Reducer:
         digest = xxhash.xxh3_128()
         with write_aside(path) as file:
             for cell in cells(range(self._layout.num_chunks)):
-                pieces = [piece for reader in readers for piece in reader.pieces(cell)]
+                pieces = (piece for reader in readers for piece in reader.pieces(cell))
                 payload = self._reduce_cell(rules, cell, pieces)
                 digest.update(payload)
                 file.write(payload)
@@ -103,7 +103,7 @@ class Reducer:
             for shard, digest in sorted(have.digests.items())
         ]
 
-    def _reduce_cell(self, rules: OuterRules, cell: range, pieces: list[Piece]) -> bytes:
+    def _reduce_cell(self, rules: OuterRules, cell: range, pieces: Iterable[Piece]) -> bytes:
         here = slice(cell.start * CHUNK, cell.stop * CHUNK)
         momentum = self._buffers.get("momentum")
         payload = outer_step(

@@ -7,6 +7,7 @@ contributions. Run alone: pytest tests/coordinator/test_reducer.py
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,47 @@ def test_nesterov_against_its_definition(tmp_path: Path) -> None:
     g = sum(tokens / total * a.astype(np.float64) for a, tokens in DELTAS.values())
     applied = vector(LAYOUT, 0).astype(np.float64) - theta
     np.testing.assert_allclose(applied, 0.7 * 1.9 * g, rtol=1e-4, atol=1e-6)
+
+
+def test_1_2_3_and_6_have_the_mean_3(tmp_path: Path) -> None:
+    """Of which a running pairwise average makes 4.125."""
+    config = config_of(codec={"bits": 32}, outer={"aggregation": "mean"})
+    ones = np.where(vector(LAYOUT, 0) != 0, np.float32(1), np.float32(0))
+    deltas = {f"site-{n}": (np.float32(n) * ones, 10) for n in (1, 2, 3, 6)}
+    _, theta, _ = reduce(tmp_path, config, deltas, deltas=deltas)
+    np.testing.assert_allclose(vector(LAYOUT, 0) - theta, 3.0 * ones, atol=1e-6)
+
+
+def test_files_that_no_accepted_shard_names_do_not_count(tmp_path: Path) -> None:
+    """Sites are counted, not files: of another life, of other bytes, of a site that is not in."""
+    alone = reduce(tmp_path / "alone", SPARSE, ["paris"])
+    store = create_store(tmp_path / "beside", SPARSE)
+    state, reducer = recover(store)
+    have = write(store, "paris", DELTAS["paris"][0], 300, 1)
+    other = shard_body(DELTAS["oslo"][0], SPARSE)
+    for site, incarnation, shard in (("paris", 2, 0), ("paris", 1, 1), ("oslo", 1, 0)):
+        store.contribution(0, site, incarnation, shard, "ab" * 16).write_bytes(other)
+    store.contribution(0, "paris", 1, 0, "cd" * 16).write_bytes(other)
+    closing = replace(state, phase="closing", contributions={"paris": have}, included=("paris",))
+    reducer.reduce(closing)
+    update = store.update(0).read_bytes()
+    store.close()
+    assert update == alone[0]
+
+
+def test_memory_does_not_grow_with_sites(tmp_path: Path) -> None:
+    """One accumulator: 32 dense contributions take what 2 take, not 4 bytes a parameter each."""
+    config = config_of(codec={"bits": 32}, outer={"aggregation": "mean"})
+    layout = Layout.of([("w", (128, CHUNK))])
+    a = vector(layout, 1)
+    peaks = []
+    for count in (2, 32):
+        deltas = {f"site-{i:02}": (a, 10) for i in range(count)}
+        tracemalloc.start()
+        reduce(tmp_path / str(count), config, deltas, layout=layout, deltas=deltas)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 0.5 * layout.dense_bytes
 
 
 def test_a_shard_file_that_is_gone_is_an_error_not_a_zero(tmp_path: Path) -> None:
