@@ -37,7 +37,7 @@ from loco.wire.protocol import (
 from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
-from worker.lanes import Lanes, Moved, cut
+from worker.lanes import Lanes, cut
 from worker.stall import StalledError, Watch
 from worker.throttle import Throttle
 
@@ -120,7 +120,6 @@ class Session:
         self._lanes = Lanes(address, self.access)
         self._begun: dict[tuple[int, int, bytes], Future[pb.PushResponse]] = {}
         self._counting = threading.Lock()
-        self.up, self.down = Moved(), Moved()
         self._up, self._down = Throttle(bytes_per_second), Throttle(bytes_per_second)
         self._answered = False
         self._instance = secrets.token_hex(8)
@@ -264,8 +263,7 @@ class Session:
                 response: pb.PushResponse = call.result()
             return response
 
-        with self.up.moving(len(body)):
-            response = self._patiently(push_once)
+        response = self._patiently(push_once)
         self._received(response, "control")
         return response
 
@@ -378,8 +376,7 @@ class Session:
                     data.extend(response.block.data)
                     self._down.take(len(response.block.data))  # what nobody reads is not sent
 
-        with self.down.moving(len(part)):
-            self._patiently(go_on)
+        self._patiently(go_on)
         return bytes(data)
 
     def _call(
@@ -433,6 +430,12 @@ class Session:
             refused = refusal_of(error)
             if refused is not None and refused.reason not in _WAIT_FOR:
                 raise refused from None
+            if refused is None and error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                raise UnreachableError(
+                    f"what answers at {self.address} does not know this call "
+                    f"({describe(error)}): it is another service or another version; check the "
+                    "address, and install the same version of loco on both sides"
+                ) from None
             if self._closed or (refused is None and error.code() not in _TRY_AGAIN):
                 raise UnreachableError(
                     f"the coordinator at {self.address} failed: {describe(error)}"

@@ -10,9 +10,13 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from support.live import Coordinator, coordinating, eventually
@@ -23,8 +27,9 @@ from loco.errors import RefusedError, UnreachableError
 from loco.metrics import Catalogue, WireMetrics
 from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
-from worker.session import Session
+from worker.session import MAX_PAUSE_SECONDS, Session
 
+PAUSES = [0.1 * 2**i for i in range(6)]
 CONFIG = config_of(quorum={"min_sites": 1}, run={"rounds": 3})
 
 
@@ -189,6 +194,62 @@ def test_a_wait_says_what_for(
         oslo.next_directive(0, digest)
         waiting.join(30)
         assert not waiting.is_alive()
+
+
+def test_a_site_waits_for_others_longer_than_its_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patience is for a coordinator that is away: a fast site must survive a slow one's start."""
+    monkeypatch.setattr("worker.session.POLL_SECONDS", 0.1)
+    config = config_of(quorum={"min_sites": 2})
+    with (
+        coordinating(create_store(tmp_path, config)) as coordinator,
+        session_to(coordinator.address, patience=0.3) as fast,
+        session_to(coordinator.address, "oslo") as slow,
+    ):
+        join(fast)
+        digest = coordinator.state.theta_digest
+        waiting = Future[pb.WaitRoundResponse]()
+        thread = threading.Thread(
+            target=lambda: waiting.set_result(fast.next_directive(0, digest)), daemon=True
+        )
+        thread.start()
+        time.sleep(1.0)
+        assert not waiting.done()
+        join(slow, "oslo")
+        slow.next_directive(0, digest)
+        assert waiting.result(timeout=30).directive == pb.DIRECTIVE_TRAIN
+
+
+def test_sites_that_try_again_pause_longer_and_longer_and_not_in_step(
+    nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many sites that lost one coordinator must not all come back at the same moments."""
+    pauses: dict[str, list[float]] = {}
+    for site in ("paris", "oslo"):
+        taken = pauses[site] = []
+        monkeypatch.setattr("worker.session.time.sleep", taken.append)
+        with session_to(nobody, site, patience=0.5) as session, pytest.raises(UnreachableError):
+            session.get_run()
+        assert len(taken) > 8
+        assert all(0.5 * p <= t <= p for p, t in zip(PAUSES, taken, strict=False))
+        assert max(taken) <= MAX_PAUSE_SECONDS
+        assert taken[6] > 10 * taken[0]
+    assert all(a != b for a, b in zip(*pauses.values(), strict=False))
+
+
+def test_a_server_that_is_no_coordinator_is_named_at_once() -> None:
+    """Another service, or a version without the method: nothing that waiting could cure."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        with session_to(address) as session, pytest.raises(UnreachableError) as caught:
+            session.get_run()
+        server.stop(0).wait()
+    assert session.retries == 0
+    assert address in str(caught.value)
+    assert "the same version of loco on both sides" in str(caught.value)
 
 
 def test_a_download_of_any_range(coordinator: Coordinator) -> None:
