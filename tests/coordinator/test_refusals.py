@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from support.certs import Certs, channel
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
@@ -384,6 +386,41 @@ def test_get_run_for_another_run_names_both(coordinator: Coordinator) -> None:
     assert reason == "run_id"
     assert "'mine'" in message
     assert "'test-run'" in message
+
+
+def caller_in(request: Any) -> pb.Caller | None:
+    """Who calls, wherever a request says it."""
+    fields = request.DESCRIPTOR.fields_by_name
+    if "header" in fields:
+        return caller_in(request.header)
+    return request.caller if "caller" in fields else None
+
+
+def test_every_request_of_a_member_says_for_which_run_it_is(
+    sites: tuple[Member, Member],
+) -> None:
+    """Two runs whose sites have equal names never share a round: both runs are named."""
+    paris, asked = sites[0], []
+    paris.caller.run_id = "theirs"
+    for method in pb.DESCRIPTOR.services_by_name["CoordinatorService"].methods:
+        request = GetMessageClass(method.input_type)()
+        caller = caller_in(request)
+        if caller is None:
+            continue
+        caller.CopyFrom(paris.caller)
+        call = paris.channel.stream_stream(  # the wire does not know the difference
+            f"/{method.containing_service.full_name}/{method.name}",
+            request_serializer=type(request).SerializeToString,
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(iter([request]), timeout=10))
+        assert refusal(caught.value)[0] == "run_id", method.name
+        assert "run 'theirs', this coordinator serves 'test-run'" in refusal(caught.value)[1]
+        asked.append(method.name)
+    assert asked == [
+        "Heartbeat", "Push", "PushOffset", "WaitRound", "Pull", "Snapshot", "Leave",
+    ]  # fmt: skip
+    assert paris.coordinator.state.sites["paris"].status == "ready"
 
 
 def test_strangers_and_refused_sites_get_no_series_of_their_own(coordinator: Coordinator) -> None:

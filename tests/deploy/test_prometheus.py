@@ -34,6 +34,14 @@ def test_config_and_rules_are_valid() -> None:
     promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
 
 
+def test_what_is_scraped_is_what_a_coordinator_serves() -> None:
+    """A target that nobody serves shows empty panels; tests/deploy/test_compose.py scrapes one."""
+    (job,) = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    (static,) = job["static_configs"]
+    unit = (ROOT / "deploy" / "systemd" / "loco-coordinator.service").read_text()
+    assert static["targets"] == re.findall(r"--metrics (\S+)", unit)
+
+
 def test_alerts_fire_and_stay_quiet_as_told() -> None:
     promtool("test", "rules", str(UNIT_TESTS))
 

@@ -20,7 +20,7 @@ from chaos.lives import Killed, Life, at
 from chaos.proxy import Proxy
 from chaos.runs import exact_run
 from support.cluster import Cluster
-from support.live import Coordinator, coordinating
+from support.live import Coordinator, coordinating, eventually
 
 from benchmarks.simulation import Simulation
 from coordinator.events import RoundCommitted, ShardStored
@@ -94,6 +94,26 @@ def test_two_sites_do_what_the_simulation_does(
             life.finishes()
         assert digests(coordinator) == simulated(config)
         assert sorted(cursors(coordinator)) == sorted(2 * [H * (r + 1) for r in range(ROUNDS)])
+
+
+def test_inner_steps_go_on_while_a_contribution_is_on_its_way(tmp_path: Path) -> None:
+    """The upload is held up until the steps of the delay are made: one after the other would hang.
+
+    Encoding was behind them, too: nothing that the network waits for holds up training.
+    """
+    made: list[int] = []
+    with run_of(tmp_path / "state", config_of_run(2, sites=("paris",))) as coordinator:
+
+        def hold_up(what: str, round_: int) -> bool:
+            if what == "before push" and round_ == 2:
+                trainer = life.worker._trainer
+                eventually(lambda: trainer.local_steps == 2, "two steps were made meanwhile")
+                made.append(trainer.local_steps)
+            return False
+
+        life = Life(coordinator.address, "paris", is_over=hold_up)
+        life.finishes()
+    assert made == [2]
 
 
 def test_a_delay_changes_theta_from_the_second_round_on() -> None:

@@ -6,6 +6,7 @@ pytest tests/loco/test_config.py
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -230,8 +231,77 @@ def set_keys(raw: dict[str, Any]) -> Iterator[str]:
 
 
 def test_every_key_of_a_preset_exists() -> None:
-    """`parse_config` would refuse it; this names it, and guards the walk of the next test."""
+    """`parse_config` would refuse it; this names it."""
     known = set(keys(Config))
     assert "codec.k_ramp_rounds" in known
     for name in PRESETS:
         assert set(set_keys(tomllib.loads(preset_text(name)))) <= known
+
+
+# --- every key is read ---------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+SECTION_OF = {
+    field.annotation.__name__: name
+    for name, field in Config.model_fields.items()
+    if field.annotation is not None
+} | {"Density": "codec", "Alpha": "outer"}  # protocols of loco.outer, which imports no config
+
+
+def section_of(node: ast.expr, known: dict[str, str]) -> str | None:
+    """The section that an expression stands for: `config.inner`, or a name that holds it."""
+    if isinstance(node, ast.Attribute):
+        return node.attr if node.attr in Config.model_fields else known.get(node.attr)
+    return known.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def names_of_sections(tree: ast.AST) -> dict[str, str]:
+    """Arguments, variables and attributes of a file that hold a section of the config."""
+    known: dict[str, str] = {}
+    pairs: list[tuple[ast.expr, ast.expr]] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(arg=name, annotation=ast.Name(id=kind)) if kind in SECTION_OF:
+                known[name] = SECTION_OF[kind]
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pairs += zip(targets, values, strict=True)
+            case ast.Assign(targets=[target], value=value):
+                pairs.append((target, value))
+    for _ in range(2):  # a name that was given to another name
+        for to, given in pairs:
+            section = section_of(given, known)
+            if section and isinstance(to, ast.Name | ast.Attribute):
+                known[to.id if isinstance(to, ast.Name) else to.attr] = section
+    return known
+
+
+def keys_read(code: str) -> set[str]:
+    """`section.key` of every read of the config in a file."""
+    tree = ast.parse(code)
+    known = names_of_sections(tree)
+    return {
+        f"{section}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and (section := section_of(node.value, known))
+    }
+
+
+def test_every_key_is_read_by_the_code() -> None:
+    """A key that is accepted and changes nothing is a lie to whoever sets it."""
+    read: set[str] = set()
+    for package in ("loco", "coordinator", "worker"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path != ROOT / "loco" / "config.py":
+                read |= keys_read(path.read_text(encoding="utf-8"))
+    assert set(keys(Config)) - read == set()
+
+
+def test_the_search_knows_a_key_that_is_read_from_one_that_is_not() -> None:
+    code = """
+def f(config: InnerConfig):
+    self._limits, steps = run.limits, 3
+    limits = self._limits
+    return config.lr, limits.connections
+"""
+    assert keys_read(code) >= {"inner.lr", "limits.connections"}
+    assert not keys_read("lr = it.lr; steps = 3; connections = 4") & set(keys(Config))

@@ -90,6 +90,38 @@ def test_error_feedback_over_three_rounds(model: Odd) -> None:
     assert exchange.round == 3
 
 
+class Sizes(nn.Module):
+    """No element, one, a prime number of them, four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for i, shape in enumerate([(0,), (1,), (3, 0, 7), (), (4099,), (2, 3, 5, 7), (0,)]):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 32])
+def test_tensors_of_any_size_make_whole_rounds(bits: int) -> None:
+    """What is sent is applied, and the state goes to another life: no size is a special case."""
+    model = Sizes()
+    exchange, layout = exchange_of(model, bits=bits, k=5), layout_of(model)
+    before = pack(model, layout)
+    train(model, 0)
+    delta = before - pack(model, layout)
+    body = contribute(exchange, 5)
+    exchange.settle(included=True)
+    exchange.apply(exchange.stage(body))
+    exchange.write_parameters()
+    sent = decoded(body, layout.num_elements)
+    assert np.count_nonzero(sent) == (np.count_nonzero(delta) if bits == 32 else 1 + 1 + 5 + 3 + 5)
+    np.testing.assert_array_equal(pack(model, layout), before - sent)
+    state = exchange.state(exchange.rows)
+    np.testing.assert_array_equal(state.error_feedback.numpy(), delta - sent)
+    other = exchange_of(Sizes(), bits=bits, k=5)
+    other.restore(state, exchange.round)
+    assert other.digest() == exchange.digest()
+
+
 def test_what_a_refused_contribution_held_is_in_the_next_one(model: Odd) -> None:
     exchange, layout = exchange_of(model, bits=32), layout_of(model)
     theta = pack(model, layout)

@@ -18,6 +18,7 @@ from chaos.lives import Life
 from support.joining import ROUNDS, H, digests, raw_run, run_of, tokens
 from support.live import Coordinator, eventually
 from torch import nn
+from torch.utils.data import DataLoader
 
 import loco
 from loco.config import Config, config_from_dict
@@ -31,7 +32,7 @@ from loco.model.initial import initial_parameters
 
 
 class Own(nn.Module):
-    """A model that loco has never heard of: a tie, a frozen layer, a buffer."""
+    """A model that loco has never heard of: a tie, a frozen layer, a buffer, odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +42,12 @@ class Own(nn.Module):
         self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
         self.head = nn.Linear(16, 50, bias=False)
         self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.empty(0, 16))
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.body(self.frozen(self.embed(x)))
+        hidden = self.scale * self.body(self.frozen(self.embed(x))) + self.nothing.sum()
         return torch.nn.functional.cross_entropy(self.head(hidden), x)
 
 
@@ -162,6 +165,23 @@ def test_compiled_models_are_looked_through(tmp_path: Path) -> None:
             while not outer.finished:
                 compiled(torch.arange(8)).backward()
                 outer.step(tokens=8)
+        assert coordinator.state.phase == "finished"
+
+
+def test_a_loop_with_forked_data_loaders_goes_on(tmp_path: Path) -> None:
+    """Users' loaders fork a process that has gRPC's threads: neither side may hang."""
+    with run_of(own_run(tmp_path), tmp_path / "state") as coordinator:
+        model = own_model()
+        data = torch.arange(40).view(20, 2)
+        with loco.join(coordinator.address, site="paris", model=model) as outer:
+            while not outer.finished:
+                batches = DataLoader(
+                    data, batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=20
+                )
+                for batch in batches:
+                    model(batch.flatten()).backward()
+                    if not outer.step(tokens=8):
+                        break
         assert coordinator.state.phase == "finished"
 
 

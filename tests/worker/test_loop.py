@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from chaos.lives import Life
 from prometheus_client import CollectorRegistry
 from support.certs import Certs
 from support.live import Coordinator, Member, coordinating, eventually
@@ -132,6 +134,30 @@ def test_history_that_is_not_what_was_signed_ends_the_site(
             worker.run()
         held = worker._exchange.round
     assert held == 0
+
+
+def test_a_site_dials_out_and_listens_nowhere(tmp_path: Path, corpus: Path) -> None:
+    """Behind NAT nobody could reach it: there is no address of a site that could be wrong."""
+    config = tiny(corpus, run={"rounds": 3}, quorum={"min_sites": 1})
+    seen: list[set[tuple[str, int]]] = []
+
+    def look(what: str, _round: int) -> bool:
+        if what in ("after push", "holds"):
+            seen.append(listening())
+        return False
+
+    with run_of(config, tmp_path / "state") as coordinator:
+        before = listening()  # the coordinator lives in this process, too
+        Life(coordinator.address, "paris", is_over=look).finishes()
+    assert int(coordinator.address.rpartition(":")[2]) in {port for _, port in before}
+    assert len(seen) >= 2 * 3
+    assert all(ports == before for ports in seen)
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses at which this process takes connections."""
+    connections = psutil.Process().net_connections("inet")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_asked_twice_in_one_round_it_sends_the_same_shard(tmp_path: Path, corpus: Path) -> None:

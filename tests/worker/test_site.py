@@ -72,6 +72,7 @@ def check(rank: int, folder: str) -> None:
     assert site.from_leader(lambda: b"told by %d" % rank) == b"told by 0"
     assert site.together(lambda: rank * 10) == rank * 10
     _check_errors(site)
+    _check_nan_of_one_rank(site)
     digest, body, parameters = exchange_a_round(site, Path(folder, "update").read_bytes())
     Path(folder, f"theta{rank}").write_bytes(digest.encode() + parameters)
     Path(folder, f"body{rank}").write_bytes(body)
@@ -104,6 +105,18 @@ def _check_errors(site: Site) -> None:
 
     with pytest.raises(RefusedError, match="gone"):
         site.from_leader(leader_fails)
+
+
+def _check_nan_of_one_rank(site: Site) -> None:
+    """NaN in rows of the last rank only: all ranks raise its error, and none waits for it."""
+    model = Model()
+    layout = layout_of(model)
+    exchange = Exchange(config_of(codec={"k": 16}), site, model, layout)
+    with torch.no_grad():
+        model.b[-1] = float("nan")
+    exchange.capture(exchange.read())
+    with pytest.raises(NonFiniteError, match="parameter b holds nan"):
+        site.together(lambda: exchange.encode(16))
 
 
 def _reason(error: LocoError) -> dict[str, str]:

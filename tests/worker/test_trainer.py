@@ -6,11 +6,14 @@ Compared with: the closed form of warm-up and cosine. Run alone: pytest tests/wo
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runs import config_of
@@ -59,7 +62,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def trainer(corpus: Path, **inner: object) -> Trainer:
+def trainer(corpus: Path, group: Group | None = None, **inner: object) -> Trainer:
     small = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32}
     config = config_of(
         model={**small, "seq_len": 16},
@@ -67,7 +70,7 @@ def trainer(corpus: Path, **inner: object) -> Trainer:
         inner={"optimizer": "sgd", "warmup_steps": 3, **inner},
         eval={"sequences": 4},
     )
-    return Trainer(config, Site(torch.device("cpu"), Group()), "paris", str(corpus))
+    return Trainer(config, Site(torch.device("cpu"), group or Group()), "paris", str(corpus))
 
 
 def plan(first_step: int, steps: int, total: int) -> pb.RoundPlan:
@@ -89,6 +92,44 @@ def test_the_trace_of_a_site_that_comes_back_is_that_of_one_that_stayed(corpus: 
     came_back.train(4, plan(4, 4, 12))
     for name, tensor in stayed.model.state_dict().items():
         assert torch.equal(tensor, came_back.model.state_dict()[name]), name
+
+
+def test_the_loss_of_a_site_is_a_mean_also_after_a_rank_has_left(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks make two steps, one of them is lost, the other makes two more.
+
+    Neither a sum over ranks, which would fall by half, nor tokens by a number of ranks.
+    """
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.HashStore()
+    alone = trainer(corpus, lr=1e-9)
+    with ThreadPoolExecutor(2) as ranks:
+        pair = list(ranks.map(lambda rank: trainer(corpus, group_of(store, rank), lr=1e-9), (0, 1)))
+        list(ranks.map(lambda one: one.train(2, plan(0, 2, 4)), pair))
+        together = list(ranks.map(lambda one: one.measure(), pair))
+    alone.train(2, plan(0, 2, 4))
+    half_way = alone.measure()
+    assert together[0] == together[1]
+    assert together[0].train_bits_per_byte == pytest.approx(half_way.train_bits_per_byte, rel=1e-5)
+    left = pair[0]
+    left._site.group, left._site.num_ranks = Group(alone=True), 1
+    left.optimizer.regroup(left._site.group, {})
+    left.divided()
+    for one in (left, alone):
+        one.train(2, plan(2, 2, 4))
+    whole, told = alone.measure(), left.measure()
+    assert told.train_bits_per_byte == pytest.approx(whole.train_bits_per_byte, rel=0.02)
+    assert (told.tokens, told.inner_steps) == (whole.tokens, whole.inner_steps) == (4 * 4 * 16, 4)
+
+
+def group_of(store: dist.Store, rank: int) -> Group:
+    """One of two ranks that are threads of this process."""
+    gloo = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+    both = dist.ProcessGroup(store, rank, 2)
+    both._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    both._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return Group(both, rank=rank)
 
 
 def test_a_loss_that_is_not_finite_names_site_and_remedy(corpus: Path) -> None:

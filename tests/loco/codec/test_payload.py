@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/loco/codec/test_payload.py
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,13 +73,16 @@ def test_each_chunk_may_have_its_own_k() -> None:
     assert np.array_equal(codec.decode(encoded.payload, 1000).indices, encoded.indices)
 
 
-def test_tensors_of_any_shape_equal_their_flat_array() -> None:
-    a = torch.randn(3, 50, 7, generator=torch.Generator().manual_seed(0))
-    assert (
-        codec.encode(a, chunk=64, k=4).payload
-        == codec.encode(a.numpy().ravel(), chunk=64, k=4).payload
-    )
-    assert codec.encode(torch.tensor(2.5)).dense().tolist() == [2.5]
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (4099,), (3, 0, 7), (3, 50, 7), (3, 2, 5, 7)])
+def test_tensors_of_any_shape_equal_their_flat_array(shape: tuple[int, ...]) -> None:
+    a = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    encoded = codec.encode(a, chunk=64, k=5)
+    assert encoded.payload == codec.encode(a.numpy().ravel(), chunk=64, k=5).payload
+    assert encoded.num_values == sum(min(5, a.numel() - at) for at in range(0, a.numel(), 64))
+    dense = encoded.dense()
+    assert dense.shape == (a.numel(),)
+    if a.numel() == 1:
+        assert dense.item() == pytest.approx(a.item(), rel=0.01)
 
 
 def test_dense_payload_gives_every_element_back() -> None:
@@ -89,7 +93,9 @@ def test_dense_payload_gives_every_element_back() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("encode", [codec.encode, codec.encode_dense])
+@pytest.mark.parametrize(
+    "encode", [partial(codec.encode, bits=1), codec.encode, codec.encode_dense]
+)
 def test_a_non_finite_element_is_named(bad: float, encode: Encode) -> None:
     a = np.ones(10000, np.float32)
     a[[7654, 9000]] = bad
