@@ -37,7 +37,7 @@ from loco.wire.protocol import (
 from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
-from worker.lanes import Lanes, cut
+from worker.lanes import Lanes, Moved, cut
 from worker.stall import StalledError, Watch
 from worker.throttle import Throttle
 
@@ -120,6 +120,7 @@ class Session:
         self._lanes = Lanes(address, self.access)
         self._begun: dict[tuple[int, int, bytes], Future[pb.PushResponse]] = {}
         self._counting = threading.Lock()
+        self.up, self.down = Moved(), Moved()
         self._up, self._down = Throttle(bytes_per_second), Throttle(bytes_per_second)
         self._answered = False
         self._instance = secrets.token_hex(8)
@@ -263,7 +264,8 @@ class Session:
                 response: pb.PushResponse = call.result()
             return response
 
-        response = self._patiently(push_once)
+        with self.up.moving(len(body)):
+            response = self._patiently(push_once)
         self._received(response, "control")
         return response
 
@@ -376,7 +378,8 @@ class Session:
                     data.extend(response.block.data)
                     self._down.take(len(response.block.data))  # what nobody reads is not sent
 
-        self._patiently(go_on)
+        with self.down.moving(len(part)):
+            self._patiently(go_on)
         return bytes(data)
 
     def _call(

@@ -25,7 +25,7 @@ from support.certs import Certs
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
-from coordinator import server, upload
+from coordinator import finish, server, upload
 from coordinator.limits import Limits
 from coordinator.refused import RefusedRequest
 from loco.config import LimitsConfig
@@ -265,14 +265,14 @@ def test_a_shard_whose_caller_did_not_wait_for_the_answer_is_counted(
     tight: tuple[Coordinator, Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator, paris = tight
-    rename, checked, go_on = upload.rename_synced, threading.Event(), threading.Event()
+    rename, checked, go_on = finish.rename, threading.Event(), threading.Event()
 
     def held(source: Path, target: Path) -> None:
         checked.set()
         assert go_on.wait(20)
         rename(source, target)
 
-    monkeypatch.setattr(upload, "rename_synced", held)
+    monkeypatch.setattr(finish, "rename", held)
     body = dense(1)
     message = pb.PushRequest(header=paris.header(0, body), block=make_block(body))
     impatient = paris.stub.Push.future(iter([message]), timeout=20)

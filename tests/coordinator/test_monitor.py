@@ -202,7 +202,6 @@ def test_a_span_that_is_told_twice_counts_once(pair: Play) -> None:
     lately = pair.monitor.history.phase_sums("oslo", 10)
     assert lately == {"compute": 10.0, "encode": 2.0, "push": 1.0}
     assert pair.value("loco_phase_seconds_count", phase="compute") == 1
-    assert pair.value("loco_inner_step_seconds", site="oslo") == 2.0  # 10 s for 5 steps
     spans = pair.monitor.timeline(since=0)["sites"]["oslo"]
     assert spans[0] == ["compute", 0, pair.now - 13.0, 10.0]
 
@@ -260,17 +259,15 @@ def test_after_a_restart_of_the_coordinator_counters_begin_at_the_first_heartbea
 
 
 def pushed(play: Play, seconds: float, num_bytes: int, **fields: float) -> None:
-    """The site has pushed for `seconds` in all; `num_bytes` more have come."""
-    play.monitor.count("oslo", "up", "contribution", num_bytes)
-    spent = [pb.PhaseSeconds(phase=pb.SITE_PHASE_PUSH, seconds=seconds)]
-    play.beat("oslo", phase=pb.SITE_PHASE_WAIT, phase_seconds=spent, **fields)
+    """The leader of the site has sent so many bytes in so many seconds, since it joined."""
+    play.beat("oslo", totals=pb.SiteTotals(up_seconds=seconds, up_bytes=num_bytes), **fields)
 
 
 def test_goodput_is_bytes_over_the_time_of_transfers(pair: Play) -> None:
     pushed(pair, seconds=2.0, num_bytes=4000)
     goodput = {"site": "oslo", "direction": "up"}
     assert pair.value("loco_link_goodput_bytes_per_second", **goodput) == 2000
-    pushed(pair, seconds=6.0, num_bytes=4000)
+    pushed(pair, seconds=6.0, num_bytes=8000)
     assert pair.value("loco_link_goodput_bytes_per_second", **goodput) == 1000
     assert pair.value("loco_link_rate_bytes_per_second", **goodput) == 2000  # the best one
 
@@ -281,12 +278,23 @@ def test_a_stated_link_rate_goes_before_the_measured_one(pair: Play) -> None:
     assert rate == 12.5e6
 
 
-def test_a_transfer_in_progress_is_not_measured(pair: Play) -> None:
-    pair.monitor.count("oslo", "up", "contribution", 10)
-    spent = [pb.PhaseSeconds(phase=pb.SITE_PHASE_PUSH, seconds=5.0)]
-    pair.beat("oslo", phase=pb.SITE_PHASE_PUSH, phase_seconds=spent)
+def test_ranks_whose_parts_go_beside_the_leaders_count(pair: Play) -> None:
+    pushed(pair, seconds=2.0, num_bytes=4000, ranks=3)
     labels = {"site": "oslo", "direction": "up"}
+    assert pair.value("loco_link_goodput_bytes_per_second", **labels) == 6000
+
+
+def test_what_comes_along_with_other_calls_is_no_measure_of_the_link(pair: Play) -> None:
+    """Updates that come with a directive, behind inner steps: their time is nobody's phase."""
+    pair.monitor.count("oslo", "down", "update", 10_000)
+    pair.beat("oslo", phase_seconds=[pb.PhaseSeconds(phase=pb.SITE_PHASE_PULL, seconds=1e-4)])
+    labels = {"site": "oslo", "direction": "down"}
     assert pair.value("loco_link_goodput_bytes_per_second", **labels) is None
+
+
+def test_the_time_of_an_inner_step_is_the_sites_own_measure(pair: Play) -> None:
+    pair.beat("oslo", step_seconds=0.25, spans=[span(pb.SITE_PHASE_COMPUTE, 10.0)])
+    assert pair.value("loco_inner_step_seconds", site="oslo") == 0.25
 
 
 def test_a_site_that_stops_on_nan_is_counted_once(pair: Play) -> None:
