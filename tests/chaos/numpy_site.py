@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from loco import codec
 from loco.config import Config, config_from_json
 from loco.digest import bytes_digest, chunk_hashes, theta_digest
+from loco.errors import RefusedError
 from loco.layout import CHUNK, Layout, cells
 from loco.metrics import Catalogue, WireMetrics
 from loco.outer import apply_update, in_fragment
@@ -125,8 +126,13 @@ class NumpySite:
         """Encode once a round, push every shard."""
         if self._sent_round != self.round:
             self._encode(k)
-        for rank in range(self.ranks):
-            self.session.push(self._header(rank), self._bodies[rank])
+        try:
+            for rank in range(self.ranks):
+                self.session.push(self._header(rank), self._bodies[rank])
+        except RefusedError as refused:
+            if refused.reason != "stale_round":
+                raise
+            return  # later than the grace: the update will say that it is not included
         self.acknowledged.add(self.round)
 
     def _encode(self, k: int) -> None:
