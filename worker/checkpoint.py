@@ -1,11 +1,12 @@
 """Checkpoints of a site: what it needs to come back as if it had never been away.
 
-    DIR/round-00000012/rank-0/*.distcp tensors of a rank, by torch.distributed.checkpoint
-    DIR/round-00000012/manifest.json   everything else, and the files' digests; written last
+    DIR/round-00000012/rank-0/*.safetensors  tensors of a rank, by torch.distributed.checkpoint
+    DIR/round-00000012/manifest.json         everything else, and the files' digests; written last
 
 theta and error feedback are stored by rows of the layout and the optimizer by rank, so that a site
 may come back with another number of ranks. No random state is stored because there is none: data
-order and learning rate are functions of the counters. Nothing is pickled.
+order and learning rate are functions of the counters. Nothing is pickled: torch's own format has an
+index that is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
 from loco.digest import file_digest
@@ -181,10 +187,14 @@ class Checkpoints:
 
 
 def _save(tensors: dict[str, Tensor], directory: Path) -> None:
+    tensors = _flat(tensors)
+    # A file a tensor: it makes the bytes of a file in memory.
+    files = {name: number for number, name in enumerate(tensors, 1)}
+    writer = HuggingFaceStorageWriter(str(directory), files)
     try:
         with warnings.catch_warnings():  # it warns of a world of one, which is what we ask for
             warnings.simplefilter("ignore", UserWarning)
-            state_dict_saver.save(tensors, checkpoint_id=directory, no_dist=True)
+            state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
     except CheckpointException as wrapped:  # it wraps whatever happens, Ctrl+C too
         error = next(iter(wrapped.failures.values()))[0]
         if isinstance(error, OSError):
@@ -196,7 +206,13 @@ def _load(tensors: dict[str, Tensor], directory: Path) -> None:
     """Fill the tensors in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        state_dict_loader.load(tensors, checkpoint_id=directory, no_dist=True)
+        reader = HuggingFaceStorageReader(str(directory))
+        state_dict_loader.load(_flat(tensors), storage_reader=reader, no_dist=True)
+
+
+def _flat(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same memory in one dimension, without what is empty: the format cannot cut others."""
+    return {name: t.reshape(-1) for name, t in tensors.items() if t.numel()}
 
 
 def _folder(rank: int) -> str:

@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
         assert isinstance(first.ends(), Killed)
         newest = max(checkpoint.glob("round-*"))
         assert newest.name == "round-00000003"
-        file = max(newest.rglob("*.distcp"))
+        file = max(newest.rglob("*.safetensors"))
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)

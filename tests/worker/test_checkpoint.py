@@ -13,11 +13,16 @@ import torch
 
 from loco.errors import LocoError
 from loco.inner.groups import Group
-from worker.checkpoint import Checkpoints, Position
+from worker.checkpoint import KINDS, Checkpoints, Position
 from worker.exchange import OuterState
 from worker.site import Site
 
 ROWS = range(1)
+OPTIMIZER = {
+    "matrix": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+    "step": torch.tensor(7, dtype=torch.int64),
+    "nothing": torch.empty(0, 3),
+}
 AT = Position(round=3, theta_digest="00", data_cursor=9, local_steps=0, local_nats=0.0)
 
 
@@ -28,8 +33,8 @@ def checkpoints(directory: Path) -> Checkpoints:
 
 def save(directory: Path) -> None:
     rows = torch.ones(4096)
-    state = OuterState(theta=rows, error_feedback=rows, params=rows)
-    checkpoints(directory).save(AT, state, {"a": rows}, ROWS, num_rows=1)
+    state = OuterState(theta=rows, error_feedback=2 * rows, params=3 * rows)
+    checkpoints(directory).save(AT, state, OPTIMIZER, ROWS, num_rows=1)
 
 
 @pytest.mark.parametrize(
@@ -61,5 +66,16 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     manifest = kept.newest()
     assert manifest is not None
     state, optimizers = kept.load(manifest, ROWS)
-    assert torch.equal(state.params, torch.ones(4096))
-    assert torch.equal(optimizers[0]["a"], torch.ones(4096))
+    for number, kind in enumerate(KINDS, 1):
+        assert torch.equal(getattr(state, kind), torch.full((4096,), float(number)))
+    for name, tensor in OPTIMIZER.items():
+        assert torch.equal(optimizers[0][name], tensor)
+        assert optimizers[0][name].dtype == tensor.dtype
+
+
+def test_its_files_execute_nothing(tmp_path: Path) -> None:
+    """Whoever can write to the directory could else be this process. A pickle begins with PROTO."""
+    save(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert not any(path.read_bytes().startswith(b"\x80") for path in files)
