@@ -49,7 +49,8 @@ def build_hugging_face(config: ModelConfig, *, seed: int) -> HuggingFace:
 
     Raises:
         ConfigError: transformers is missing; the name leads nowhere, needs code of its own, or has
-            no causal language model; `model.seq_len` is longer than it allows.
+            no causal language model; its weights are no safetensors (other files are pickles);
+            `model.seq_len` is longer than it allows.
     """
     transformers = _library()
     name = str(Path(config.hf).expanduser()) if _is_path(config.hf) else config.hf
@@ -60,7 +61,9 @@ def build_hugging_face(config: ModelConfig, *, seed: int) -> HuggingFace:
         described = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         _check_length(config, described)
         if config.pretrained:
-            hf = automatic.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
+            hf = automatic.from_pretrained(
+                name, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+            )
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)

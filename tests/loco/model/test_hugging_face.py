@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 import torch
 import transformers
+from safetensors.torch import load_file
 from support.cluster import Cluster, run_loco
 from torch.nn import functional as F  # noqa: N812
 
@@ -78,6 +79,15 @@ def test_logits_and_loss_are_those_of_transformers(described: Any, tmp_path: Pat
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, logits, atol=0.05, rtol=0.05)
     assert not torch.equal(half, logits)
+
+
+def test_weights_in_a_pickle_are_not_read(tmp_path: Path) -> None:
+    path = save(tmp_path / "model", gpt2(), weights=True)
+    safe = Path(path, "model.safetensors")
+    torch.save(load_file(safe), Path(path, "pytorch_model.bin"))
+    safe.unlink()
+    with pytest.raises(ConfigError, match=r"cannot be built: .*safetensors"):
+        build_model(ModelConfig(hf=path, pretrained=True, seq_len=8), seed=0)
 
 
 def test_random_weights_follow_the_seed_and_leave_the_random_state_alone(tmp_path: Path) -> None:
