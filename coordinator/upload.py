@@ -316,7 +316,9 @@ async def _until_stalled(
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise RefusedRequest("", f"nothing came for {STALL_SECONDS:.0f} s") from None
+            raise RefusedRequest(
+                "slow", f"nothing came for {STALL_SECONDS:.0f} s: go on behind what is here"
+            ) from None
         received += len(request.block.data)
         elapsed = time.monotonic() - began
         if received < least_rate * (elapsed - SLOW_AFTER_SECONDS):
