@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
-    state_dict_loader,
-    state_dict_saver,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 
 from loco.digest import file_digest
 from loco.errors import LocoError
