@@ -2,8 +2,8 @@
 
 All start from the tiny preset with AdamW and dense synchronisation inside the sites, so that the
 outer loop is what differs; only `scape` and `preset` have the preset's own inner optimizer. Peak
-learning rates are those of the lowest loss in the same search for each: "Learning rates" in
-docs/results/convergence_cpu_2026-11-30.md.
+learning rates: what was searched for the small model is in
+docs/results/convergence_cpu_2026-11-30.md, for the demo's in docs/lab-log.md; the 3m model, twice as wide, has half of those.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "3m": {
         "model.dim": 256, "model.num_heads": 8, "model.num_kv_heads": 4, "model.ffn_dim": 768,
     },
-    "125m": {
-        "model.dim": 768, "model.num_layers": 18, "model.num_heads": 12, "model.num_kv_heads": 4,
-        "model.ffn_dim": 2304, "model.tie_embeddings": False,
-    },
 }  # fmt: skip
-"""Changes to the preset by name: 0.12, 0.82, 3.2 and 124 million parameters."""
+"""Changes to the preset by name: 0.12, 0.82 and 3.2 million parameters. The simulation takes
+models of one cell, 4 Mi elements."""
 
 NO_RAMP = {"codec.k_start": "none", "codec.k_ramp_rounds": 0}
 PAPER = {**NO_RAMP, "outer.beta": 0.95, "outer.alpha": 1.0}  # arXiv 2508.15706
@@ -54,10 +51,10 @@ class Method:
     runner: Literal["sites", "data_parallel", "torchft", "processes"] = "sites"
 
 
-SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
+SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3}
 SCAPE_LR = {name: 2 * lr for name, lr in SPARSE_LR.items()}
-DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4, "125m": 8e-4}
-DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 3e-3}
+DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4}
+DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3}
 
 METHODS: dict[str, Method] = {
     "ddp": Method(
