@@ -3,7 +3,8 @@
 All start from the tiny preset with AdamW and dense synchronisation inside the sites, so that the
 outer loop is what differs; only `scape` and `preset` have the preset's own inner optimizer. Peak
 learning rates: what was searched for the small model is in
-docs/results/convergence_cpu_2026-11-30.md, for the demo's in docs/lab-log.md; the 3m model, twice as wide, has half of those.
+docs/results/convergence_cpu_2026-11-30.md, for the demo's in docs/lab-log.md. The 3m model, twice
+as wide, has half of those.
 """
 
 from __future__ import annotations
