@@ -54,6 +54,8 @@ class Rule:
     """Path to the field of the (first) request that names the site for which it speaks."""
     audit: Callable[[Any, Any], dict[str, Value]] | None = None
     """What the audit log keeps of an accepted call, from request and response."""
+    counts_as: float = 1.0
+    """Requests of the caller's rate."""
 
 
 _ANYONE = frozenset({"site", "operator", "reader"})
@@ -70,6 +72,7 @@ RULES: dict[str, Rule] = {
     f"/{SERVICE}/GetRun": Rule(roles=_ANYONE),
     f"/{SERVICE}/Join": _member(
         "site",
+        counts_as=20.0,  # it is journaled, and wakes all sites that wait
         audit=lambda request, response: {
             "site": request.site,
             "ranks": request.num_ranks,
@@ -224,7 +227,7 @@ class Gate(grpc.aio.ServerInterceptor):
             return
         call.identity = _identity(context)
         self._keys.check(call.identity)
-        with self._limits.call(str(call.identity)):
+        with self._limits.call(str(call.identity), call.rule.counts_as):
             if call.identity.role not in call.rule.roles:
                 raise _wrong_role(call)
             yield

@@ -34,8 +34,10 @@ class _Buckets:
         self._most = most
         self._of: OrderedDict[str, _Bucket] = OrderedDict()
 
-    def take(self, caller: str, now: float) -> float:
-        """Take one; seconds until there would have been one, 0 if there was."""
+    def take(self, caller: str, now: float, count: float = 1.0) -> float:
+        """Take so many, a full bucket at most; seconds until they would have been there, 0 if they
+        were."""
+        count = min(count, self._most)
         bucket = self._of.get(caller)
         if bucket is None:
             bucket = self._of[caller] = _Bucket(left=self._most, at=now)
@@ -44,9 +46,9 @@ class _Buckets:
         self._of.move_to_end(caller)
         bucket.left = min(self._most, bucket.left + (now - bucket.at) * self._rate)
         bucket.at = now
-        if bucket.left < 1:
-            return (1 - bucket.left) / self._rate
-        bucket.left -= 1
+        if bucket.left < count:
+            return (count - bucket.left) / self._rate
+        bucket.left -= count
         return 0.0
 
 
@@ -64,9 +66,12 @@ class Limits:
         self._calls: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def call(self, caller: str) -> Iterator[None]:
-        """Account for one call while it runs; RefusedRequest if it is one too many."""
-        if self._requests.take(caller, self._clock()):
+    def call(self, caller: str, counts_as: float = 1.0) -> Iterator[None]:
+        """Account for one call while it runs; RefusedRequest if it is one too many.
+
+        `counts_as` so many requests of the rate.
+        """
+        if self._requests.take(caller, self._clock(), counts_as):
             raise RefusedRequest(
                 "rate",
                 f"{caller} makes more than {self._config.requests_per_second:g} requests a second "

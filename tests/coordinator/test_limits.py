@@ -82,6 +82,21 @@ def test_callers_have_accounts_of_their_own() -> None:
     assert passes(limits, "oslo")
 
 
+def test_a_call_that_costs_more_counts_as_more_and_is_never_impossible() -> None:
+    clock = Clock()
+    limits = Limits(LimitsConfig(requests_per_second=4.0, burst_seconds=2.0), clock)
+    for counts_as, seconds in ((3.0, 0.75), (100.0, 2.0)):
+        clock.now += 10.0
+        passed = []
+        for _ in range(3):
+            with contextlib.suppress(RefusedRequest), limits.call("paris", counts_as):
+                passed.append(counts_as)
+        assert len(passed) == 8 // min(counts_as, 8.0)
+        clock.now += seconds
+        with limits.call("paris", counts_as):
+            pass
+
+
 def test_strangers_do_not_fill_the_memory() -> None:
     limits = Limits(LimitsConfig(), Clock())
     for i in range(20_000):

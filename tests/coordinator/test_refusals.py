@@ -362,6 +362,14 @@ def test_a_wrong_join_is_refused(
     assert "kyoto" not in coordinator.state.sites
 
 
+def test_a_site_that_joins_again_and_again_is_soon_told_to_wait(coordinator: Coordinator) -> None:
+    """Each time is journaled and wakes all sites that wait: it counts as 20 of 100 requests."""
+    with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
+        for life in range(50):
+            kyoto.join(instance=f"life {life}")
+    assert refusal(caught.value)[0] == "rate"
+
+
 def test_a_layout_that_lacks_a_tensor_names_it(coordinator: Coordinator) -> None:
     shapes = [(p.name, p.shape) for p in LAYOUT.parameters]
     with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
