@@ -25,6 +25,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     **convergence_tables.BLOCKS,
     "scaling": scaling.table,
     "scaling-limits": scaling.limits,
+    "scaling-measured": scaling.measured,
     "demo": demo_lines,
     "wan": wan_lines,
 }
