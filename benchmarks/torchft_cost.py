@@ -1,23 +1,29 @@
 """What asking for the members of every step costs: ElasticSite against a static group.
 
-    python -m benchmarks.torchft_cost --json        3 ranks, 10 M parameters, gloo on this machine
+    python -m benchmarks.torchft_cost --json        3 ranks, 10 M parameters, gloo; 4 minutes
 
-Both train the same model in the same processes and take turns step by step, so that whatever else
-the machine does hits both; the result is the median over steps of the ratio of the two times.
+Both train the same model in the same processes and take turns in blocks of a few steps, in the
+order A B B A, so that whatever else the machine does hits both. Of each pair of neighbouring blocks
+the ratio is taken; reported are its median over the pairs, the interval in which that median lies
+with 95 % (bootstrap), and the same for CPU time, which waiting for a busy core does not change. CPU
+time is that of all ranks, with torchft's threads in them, and of the lighthouse in either block.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -27,6 +33,7 @@ from loco.config import Config
 from loco.inner.groups import Group
 from loco.metrics import Catalogue, WireMetrics
 from loco.model import layout_of, pack
+from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.elastic.host import Rules
 from worker.elastic.lighthouse import command as lighthouse_command
@@ -41,8 +48,18 @@ from worker.site import Site
 from worker.trainer import Trainer
 
 SIZES = {"10M": {"dim": 384, "num_layers": 6, "ffn_dim": 1152}, "1M": {"dim": 128, "ffn_dim": 384}}
+RANKS = 3
 WARM_UP_STEPS = 3
+RESAMPLES = 2000
 PLAN = pb.RoundPlan(first_step=0, total_steps=1000)
+
+
+class Block(NamedTuple):
+    """A few steps of one kind."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    """Of all ranks and the lighthouse."""
 
 
 def config_of(size: str, sync: str) -> Config:
@@ -51,20 +68,22 @@ def config_of(size: str, sync: str) -> Config:
     return Config.model_validate(
         {
             "model": {**model, **SIZES[size]},
-            "data": {"batch": 3},
+            "data": {"batch": RANKS},
             "inner": {"sync": sync},
-            "eval": {"sequences": 3},
+            "eval": {"sequences": RANKS},
         }
     )
 
 
-def elastic_trainer(config: Config, corpus: str, rank: int, lighthouse: str) -> Trainer:
+def elastic_trainer(
+    config: Config, corpus: str, rank: int, lighthouse: str
+) -> tuple[Trainer, ElasticSite]:
     """A trainer whose site asks for its members in every step, with a group formed."""
     site = ElasticSite(
         torch.device("cpu"),
         lighthouse,
         slot=rank,
-        rules=Rules(target_size=3, start_seconds=600.0, heal_seconds=60.0),
+        rules=Rules(target_size=RANKS, start_seconds=600.0, heal_seconds=60.0),
         interface="127.0.0.1",
         rank_timeout_seconds=30.0,
         patience_seconds=600.0,
@@ -74,82 +93,131 @@ def elastic_trainer(config: Config, corpus: str, rank: int, lighthouse: str) -> 
     layout = layout_of(trainer.model)
     exchange = ReplicatedExchange(config, site, trainer.model, layout)
     exchange.load(pack(trainer.model, layout).tobytes(), 0)
-    session = Session("127.0.0.1:1", "paris", 1.0, WireMetrics(Catalogue(CollectorRegistry())))
+    wire = WireMetrics(Catalogue(CollectorRegistry()))
+    session = Session("127.0.0.1:1", "paris", 1.0, wire, Access())
     site.meet(WorkerReplica(trainer, exchange, Progress(), session, Pulse()))
     site.transition(lambda: None)
-    return trainer
+    return trainer, site
 
 
-def rank_main(rank: int, folder: str, lighthouse: str, size: str, sync: str, steps: int) -> None:
+def run_block(trainer: Trainer, steps: int, lighthouse: psutil.Process) -> Block:
+    """Steps of all ranks; over when all have made them."""
+    dist.barrier()
+    others = _cpu_seconds(lighthouse)
+    cpu, started = time.process_time(), time.perf_counter()
+    trainer.train(steps, PLAN)
+    dist.barrier()
+    wall = time.perf_counter() - started
+    spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+    dist.all_reduce(spent)
+    return Block(wall, float(spent) + _cpu_seconds(lighthouse) - others)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def rank_main(rank: int, folder: str, arguments: argparse.Namespace, sync: str, pid: int) -> None:
     """Turns of both; rank 0 writes the times."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
-    config, corpus = config_of(size, sync), f"{folder}/text.txt"
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS)
+    config, corpus = config_of(arguments.size, sync), f"{folder}/text.txt"
+    lighthouse = psutil.Process(pid)
     static = Trainer(config, Site(torch.device("cpu"), Group()), "paris", corpus)
-    elastic = elastic_trainer(config, corpus, rank, lighthouse)
-    times: dict[str, list[float]] = {"static": [], "torchft": []}
-    for step in range(WARM_UP_STEPS + steps):
-        # Who goes first alternates: the second of a pair finds warmer caches.
-        pair = [("static", static), ("torchft", elastic)]
-        for name, trainer in pair if step % 2 else pair[::-1]:
-            dist.barrier()
-            started = time.perf_counter()
-            trainer.train(1, PLAN)
-            dist.barrier()  # a step is over when all ranks have made it
-            if step >= WARM_UP_STEPS:
-                times[name].append(time.perf_counter() - started)
+    elastic, site = elastic_trainer(config, corpus, rank, arguments.lighthouse)
+    trainers = {"static": static, "torchft": elastic}
+    blocks: dict[str, list[Block]] = {name: [] for name in trainers}
+    for trainer in trainers.values():
+        trainer.train(WARM_UP_STEPS, PLAN)
+    before = site.membership().quorum_seconds
+    for pair in range(arguments.pairs):
+        for name in ("static", "torchft") if pair % 2 else ("torchft", "static"):
+            block = run_block(trainers[name], arguments.block_steps, lighthouse)
+            blocks[name].append(block)
     if rank == 0:
-        told = elastic._site.membership()
-        quorum = told.quorum_seconds / told.quorums
-        num = sum(p.numel() for p in static.model.parameters())
-        found = {"times": times, "quorum_seconds": quorum, "parameters": num}
+        found = {
+            "blocks": blocks,
+            "quorum_seconds": site.membership().quorum_seconds - before,
+            "parameters": sum(p.numel() for p in static.model.parameters()),
+        }
         Path(folder, "times.json").write_text(json.dumps(found))
     dist.barrier()
-    elastic._site.close()
+    site.close()
     dist.destroy_process_group()
 
 
-def measure(size: str, sync: str, steps: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, sync: str) -> dict[str, Any]:
     """One configuration on three ranks."""
-    address = f"127.0.0.1:{free_port()}"
+    arguments.lighthouse = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="loco-torchft-cost-") as folder:
         Path(folder, "text.txt").write_text("the five boxing wizards jump quickly. " * 2000)
-        lighthouse = subprocess.Popen(lighthouse_command(address, 30.0))
+        lighthouse = subprocess.Popen(lighthouse_command(arguments.lighthouse, 30.0))
         try:
-            mp.spawn(rank_main, (folder, address, size, sync, steps), nprocs=3)
+            mp.spawn(rank_main, (folder, arguments, sync, lighthouse.pid), nprocs=RANKS)
         finally:
             lighthouse.terminate()
             lighthouse.wait()
         found = json.loads(Path(folder, "times.json").read_text())
-    static, torchft = found["times"]["static"], found["times"]["torchft"]
+    blocks = {name: [Block(*b) for b in found["blocks"][name]] for name in found["blocks"]}
+    steps = arguments.block_steps
+    wall = compare(blocks, lambda block: block.wall_seconds)
+    cpu = compare(blocks, lambda block: block.cpu_seconds)
     return {
         "sync": sync,
         "parameters": found["parameters"],
-        "ranks": 3,
-        "steps": steps,
-        "static_ms": 1e3 * statistics.median(static),
-        "torchft_ms": 1e3 * statistics.median(torchft),
-        "quorum_ms": 1e3 * found["quorum_seconds"],
-        "ratio": statistics.median(b / a for a, b in zip(static, torchft, strict=True)),
+        "ranks": RANKS,
+        "pairs": arguments.pairs,
+        "block_steps": steps,
+        "static_ms": round(1e3 * wall["static"] / steps, 2),
+        "torchft_ms": round(1e3 * wall["torchft"] / steps, 2),
+        "ratio": wall["ratio"],
+        "ratio_95": wall["interval"],
+        "static_cpu_ms": round(1e3 * cpu["static"] / steps, 2),
+        "torchft_cpu_ms": round(1e3 * cpu["torchft"] / steps, 2),
+        "cpu_ratio": cpu["ratio"],
+        "cpu_ratio_95": cpu["interval"],
+        "quorum_wait_ms": round(1e3 * found["quorum_seconds"] / (arguments.pairs * steps), 3),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def compare(blocks: dict[str, list[Block]], of: Any) -> dict[str, Any]:
+    """Medians of both kinds, and of the ratio of neighbouring blocks with its 95 % interval."""
+    static, torchft = ([of(block) for block in blocks[name]] for name in ("static", "torchft"))
+    ratios = [b / a for a, b in zip(static, torchft, strict=True)]
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(rng.choices(ratios, k=len(ratios)))
+        for _ in itertools.repeat(None, RESAMPLES)
+    )
+    low, high = medians[RESAMPLES // 40], medians[-RESAMPLES // 40]
+    return {
+        "static": statistics.median(static),
+        "torchft": statistics.median(torchft),
+        "ratio": round(statistics.median(ratios), 4),
+        "interval": [round(low, 4), round(high, 4)],
     }
 
 
 def main() -> None:
     """Print a line, or a JSON object, for each way to synchronise."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--sync", nargs="+", default=["dense", "scape"])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=24, help="of blocks, one of each kind")
+    parser.add_argument("--block-steps", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")
     for sync in arguments.sync:
-        found = measure(arguments.size, sync, arguments.steps)
+        found = measure(arguments, sync)
         line = (
             f"{sync}: static {found['static_ms']:.1f} ms, torchft {found['torchft_ms']:.1f} ms a "
-            f"step of {found['parameters']} parameters, ratio {found['ratio']:.3f}; a quorum "
-            f"{found['quorum_ms']:.2f} ms"
+            f"step of {found['parameters']} parameters, ratio {found['ratio']:.3f} "
+            f"{found['ratio_95']}, of CPU time {found['cpu_ratio']:.3f} {found['cpu_ratio_95']}"
         )
         print(json.dumps(found) if arguments.json else line, flush=True)
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import secrets
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -94,6 +96,26 @@ class Lighthouse:
         self._server: Any = None
         self._client: Any = None
         self._failures = 0
+        self._beside: Future[Quorum] | None = None
+        self._closed = False
+
+    def ask_beside(self, version: int) -> None:
+        """Ask in a thread, while the step is computed; `answer` has what came of it."""
+        assert self._beside is None
+        self._beside = future = Future[Quorum]()
+
+        def run() -> None:
+            try:
+                future.set_result(self.ask(version, anew=False))
+            except Exception as error:  # `answer` raises it
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="quorum", daemon=True).start()
+
+    def answer(self) -> Quorum | None:
+        """What `ask_beside` found, once; blocks for it, raises as `ask`. None: nobody asked."""
+        future, self._beside = self._beside, None
+        return None if future is None else future.result()
 
     def ask(self, version: int, *, anew: bool) -> Quorum:
         """Everyone who asks now; blocks until all living members do.
@@ -109,7 +131,7 @@ class Lighthouse:
                 return self._ask(max(0, version))
             except (RuntimeError, TimeoutError) as error:
                 now = time.monotonic()
-                if now - started > self._patience_seconds:
+                if self._closed or now - started > self._patience_seconds:
                     raise UnreachableError(
                         f"the lighthouse at {self._address} did not answer for "
                         f"{now - started:.0f} s ({error}): check that it runs"
@@ -154,6 +176,7 @@ class Lighthouse:
 
     def close(self) -> None:
         """No more heartbeats: the others go on without this member."""
+        self._closed = True
         if self._server is not None:
             self._server.shutdown()
             self._server = None

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -46,6 +46,8 @@ from worker.progress import pack, unpack
 from worker.site import MembersChanged, Site
 
 log = logging.getLogger("loco.worker")
+
+T = TypeVar("T")
 
 AGAIN_SECONDS = 0.1
 SAY_SECONDS = 5.0
@@ -130,14 +132,18 @@ class ElasticSite(Site):
     # --- every step -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins: MembersChanged if its members are others than those of the last one."""
+        """A step begins: MembersChanged if its members are others than those of the last one.
+
+        Who is there is asked beside the step and counts for the next one: all members have asked
+        together in this step, so all learn the same. The loss of a member does not wait for it.
+        """
         group = self._elastic_group
         if group.lost:
             raise MembersChanged(group.lost)
-        quorum = self._ask(anew=False)
-        if quorum != self._quorum:
-            self._news = quorum
-            raise MembersChanged(f"{len(quorum.members)} ranks are here")
+        self._news = self._news_of_the_last_step()
+        if self._news is not None:
+            raise MembersChanged(f"{len(self._news.members)} ranks are here")
+        self._lighthouse.ask_beside(self._version)
 
     def transition(self, apply: Callable[[], None]) -> None:
         """All members have staged `apply`: they vote, then each commits it.
@@ -165,9 +171,8 @@ class ElasticSite(Site):
         self._vote_and_commit(group, apply, backup, self._next_standing(group))
 
     def _next_standing(self, group: ElasticGroup) -> Standing:
-        version = -1 if self._standing is None else self._standing.version
         return Standing(
-            version=version + 1,
+            version=self._version + 1,
             label=group.name,
             rank=group.rank,
             size=group.size,
@@ -225,8 +230,8 @@ class ElasticSite(Site):
         started = said = time.monotonic()
         anew = self._leave_group()
         while True:
-            quorum, self._news = self._news or self._ask(anew=anew), None
             try:
+                quorum = self._next_quorum(anew=anew)
                 self._attend(self._with_the_living(quorum), replica, time.monotonic() - started)
             except (MembersChanged, OSError, WireError) as why:
                 anew = True
@@ -249,13 +254,31 @@ class ElasticSite(Site):
         group.drop()
         return bool(why)
 
-    def _ask(self, *, anew: bool) -> Quorum:
+    @property
+    def _version(self) -> int:
+        return -1 if self._standing is None else self._standing.version
+
+    def _news_of_the_last_step(self) -> Quorum | None:
+        """What the lighthouse said since the group was formed, if it is another quorum."""
+        quorum = self._count(self._lighthouse.answer)
+        return None if quorum == self._quorum else quorum
+
+    def _next_quorum(self, *, anew: bool) -> Quorum:
+        """That of the next meeting.
+
+        An answer on its way is that of all who asked in this step: to ask again instead would wait
+        for them, who are at the meeting of that answer.
+        """
+        news, self._news = self._news or self._news_of_the_last_step(), None
+        return news or self._count(lambda: self._lighthouse.ask(self._version, anew=anew))
+
+    def _count(self, ask: Callable[[], T]) -> T:
+        """An answer of the lighthouse, and what this member waited for it."""
         started = time.monotonic()
-        version = -1 if self._standing is None else self._standing.version
-        quorum = self._lighthouse.ask(version, anew=anew)
-        self._told.quorums += 1
+        answer = ask()
+        self._told.quorums += answer is not None
         self._told.quorum_seconds += time.monotonic() - started
-        return quorum
+        return answer
 
     def _with_the_living(self, quorum: Quorum) -> Quorum:
         """A lighthouse that has just started may leave out who lives: then it is asked again."""
@@ -265,7 +288,7 @@ class ElasticSite(Site):
             if not any(answers(member, 1.0) for member in left_out):
                 break
             log.info("a quorum leaves out %s, who lives: asking again", left_out[0])
-            quorum = self._ask(anew=False)
+            quorum = self._count(lambda: self._lighthouse.ask(self._version, anew=False))
         return quorum
 
     def _attend(self, quorum: Quorum, replica: Replica, waiting_seconds: float) -> None:
