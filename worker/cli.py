@@ -14,6 +14,7 @@ from loco.commands import Bundle, Insecure
 from loco.errors import ConfigError
 from loco.log import start_logging
 from loco.processes import interrupt_on_sigterm
+from worker.settings import use_settings
 
 if TYPE_CHECKING:
     from worker.options import Options
@@ -91,6 +92,16 @@ def worker(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="torchft: how often a rank that died is started again.")
     ] = 10,
+    settings: Annotated[  # noqa: ARG001  # its callback has used it
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=use_settings,
+            is_eager=True,
+            expose_value=False,
+            help="TOML file whose table [site] gives these options; a flag wins over it.",
+        ),
+    ] = None,
 ) -> None:
     """Join a run as one site and train until it is finished.
 

@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from loco.cli import run
+from loco.errors import ConfigError
 from worker.__main__ import app
 from worker.options import Elastic, Options
 
@@ -95,3 +96,58 @@ def test_an_impossible_number_is_refused_by_name(
 ) -> None:
     assert run(app, [*MINIMAL.arguments(), flag, value]) == 2
     assert flag in capsys.readouterr().err
+
+
+SETTINGS = """
+[site]
+coordinator = "example.org:29400"
+site = "paris"
+ranks = 4
+fault_tolerance = "torchft"
+shard_backup = true
+rank_timeout = 2
+"""
+
+
+def with_settings(path: Path, text: str, *arguments: str) -> dict[str, object]:
+    path.write_text(text)
+    return parsed(["--settings", str(path), *arguments])
+
+
+def test_settings_of_a_site_say_what_flags_say_and_a_flag_wins(tmp_path: Path) -> None:
+    """`[site] fault_tolerance` in a file is `--fault-tolerance` on the command line."""
+    flags = (
+        "--coordinator", "example.org:29400", "--site", "paris", "--ranks", "4",
+        "--fault-tolerance", "torchft", "--shard-backup", "--rank-timeout", "2",
+    )  # fmt: skip
+    assert with_settings(tmp_path / "site.toml", SETTINGS) == parsed([*flags])
+    changed = with_settings(tmp_path / "site.toml", SETTINGS, "--fault-tolerance", "none")
+    assert (changed["fault_tolerance"], changed["ranks"]) == ("none", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[site]\nfault_tolerence = 'torchft'", "did you mean 'fault_tolerance'"),
+        ("[site]\nranks = true", "ranks = True is not possible: use a string or a number"),
+        ("[site]\nshard_backup = 1", "shard_backup = 1 is not possible: use true or false"),
+        ("[site]\nsettings = 'more.toml'", "settings is not known"),
+        ("[run]\nrounds = 3", "holds run: settings of a site are one table"),
+        ("[site", "is not valid TOML"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused_by_name(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_settings(tmp_path / "site.toml", text)
+    with pytest.raises(ConfigError, match="cannot read the settings"):
+        parsed(["--settings", str(tmp_path / "away.toml")])
+
+
+def test_a_number_out_of_range_in_the_settings_is_refused_by_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "site.toml").write_text(SETTINGS.replace("rank_timeout = 2", "rank_timeout = 0.1"))
+    assert run(app, ["--settings", str(tmp_path / "site.toml")]) == 2
+    assert "--rank-timeout" in capsys.readouterr().err
