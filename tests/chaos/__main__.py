@@ -1,11 +1,14 @@
 """Chaos: a run of real processes, one fault after the other, and what became of it.
 
     python -m tests.chaos --faults 200 --seed 1 --json
+    python -m tests.chaos --runs torchft --faults 18 --json      ranks of a site that die
 
-Two runs share the faults. In the exact one every site is in every round, so it must equal, bit for
-bit, a run that nobody disturbed, which is made after it. In the quorum one rounds close without
+Three runs share the faults. In the exact one every site is in every round, so it must equal, bit
+for bit, a run that nobody disturbed, which is made after it. In the quorum one rounds close without
 sites that are away; every contribution must still be accounted for, and theta be the same
-everywhere. Exit code 0 when nothing was lost and everything that must be equal is.
+everywhere. In the torchft one the ranks of a site come and go; the coordinator must not notice, and
+all ranks must have the same parameters after each step. Exit code 0 when nothing was lost and
+everything that must be equal is.
 """
 
 from __future__ import annotations
@@ -20,21 +23,32 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coordinator.check import check_state
+from coordinator.events import Event, RoundClosed, ShardStored
 
-from .faults import KINDS, plan
-from .processes import Raw, World
-from .runs import exact_run, quorum_run
+from . import steps
+from .elastic import ElasticSite
+from .kinds import KINDS, SHARES, plan, split
+from .processes import Raw, SiteProcess, Sites, World
+from .runs import exact_run, quorum_run, torchft_run
 from .verdict import Account, account, digests_of, first_difference, read_log, wrong_digests
 
 DISK_MEGABYTES = 128
-EXACT_SITES = {"paris": 2, "oslo": 1}
-QUORUM_SITES = {"paris": 2, "oslo": 1, "kyoto": 1}
+SITES: dict[str, Sites] = {
+    "exact": {"paris": (SiteProcess, 2), "oslo": (SiteProcess, 1)},
+    "quorum": {"paris": (SiteProcess, 2), "oslo": (SiteProcess, 1), "kyoto": (SiteProcess, 1)},
+    "torchft": {"paris": (ElasticSite, 3), "oslo": (SiteProcess, 1)},
+}
+CONFIGS: dict[str, Callable[[int], Raw]] = {
+    "exact": exact_run,
+    "quorum": quorum_run,
+    "torchft": torchft_run,
+}
 
 
 @dataclass
@@ -47,11 +61,16 @@ class Outcome:
     digests: dict[int, str] = field(default_factory=dict)
     account: Account | None = None
     compared: int = 0
+    steps_compared: int = 0
+    """Inner steps of ranks under torchft whose parameters were compared with the others'."""
+    measured: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of what has a bound, by what it was."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--faults", type=int, default=40, help="how many, over both runs")
+    parser.add_argument("--faults", type=int, default=40, help="how many, over all runs")
+    parser.add_argument("--runs", nargs="+", choices=SHARES, default=list(SHARES))
     parser.add_argument("--seed", type=int, default=0, help="chooses faults and their moments")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--keep", type=Path, help="directory for logs and state; must not exist")
@@ -60,32 +79,27 @@ def main() -> None:
         directory = options.keep or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="loco-chaos-"))
         )
-        result = chaos(options.faults, options.seed, directory)
+        result = chaos(options.runs, options.faults, options.seed, directory)
     print(json.dumps(result) if options.json else "\n".join(f"{k}: {v}" for k, v in result.items()))
     sys.exit(0 if result["ok"] else 1)
 
 
-def chaos(faults: int, seed: int, directory: Path) -> dict[str, Any]:
-    """Disturb both runs, make the undisturbed one; the result as JSON will show it."""
+def chaos(runs: list[str], faults: int, seed: int, directory: Path) -> dict[str, Any]:
+    """Disturb these runs, make the undisturbed one; the result as JSON will show it."""
     began, rng = time.monotonic(), random.Random(seed)
-    num_exact = faults - faults // 3
-    exact = disturb(
-        directory / "exact", exact_run(seed), EXACT_SITES, plan(num_exact, rng, exact=True), rng
-    )
-    quorum = disturb(
-        directory / "quorum",
-        quorum_run(seed),
-        QUORUM_SITES,
-        plan(faults - num_exact, rng, exact=False),
-        rng,
-    )
-    undisturbed = run_undisturbed(directory / "undisturbed", seed, len(exact.digests))
-    difference = first_difference(exact.digests, undisturbed)
-    return summary(exact, quorum, difference, len(undisturbed), time.monotonic() - began)
+    outcomes = {
+        run: disturb(directory / run, CONFIGS[run](seed), SITES[run], plan(count, rng, run), rng)
+        for run, count in split(faults, runs).items()
+    }
+    undisturbed: dict[int, str] = {}
+    if "exact" in outcomes:
+        rounds = len(outcomes["exact"].digests)
+        undisturbed = run_undisturbed(directory / "undisturbed", seed, rounds)
+    return summary(outcomes, undisturbed, time.monotonic() - began)
 
 
 def disturb(
-    directory: Path, raw: Raw, sites: dict[str, int], kinds: list[str], rng: random.Random
+    directory: Path, raw: Raw, sites: Sites, kinds: list[str], rng: random.Random
 ) -> Outcome:
     """One run, with one fault after the other; then its books."""
     outcome = Outcome()
@@ -123,12 +137,32 @@ def settle_books(world: World, outcome: Outcome) -> None:
     outcome.failures += [f"theta differs: {where}" for where in wrong]
     outcome.failures += [f"lost: {where}" for where in outcome.account.lost]
     outcome.failures += check_state(world.coordinator.state).faults
+    for site in world.sites.values():
+        if isinstance(site, ElasticSite):
+            settle_ranks(site, events, outcome)
+
+
+def settle_ranks(site: ElasticSite, events: list[Event], outcome: Outcome) -> None:
+    """The parameters of all ranks after each step; and the coordinator has noticed nothing."""
+    told = site.steps()
+    outcome.steps_compared += len(told)
+    outcome.measured |= site.measured
+    outcome.failures += steps.disagreements(told)
+    closed = [event for event in events if isinstance(event, RoundClosed)]
+    outcome.failures += [
+        f"round {event.round} closed without {site.name}"
+        for event in closed
+        if site.name not in event.included
+    ]
+    lives = {e.incarnation for e in events if isinstance(e, ShardStored) and e.site == site.name}
+    if lives != {1}:
+        outcome.failures.append(f"{site.name} joined again: incarnations {sorted(lives)}")
 
 
 def run_undisturbed(directory: Path, seed: int, rounds: int) -> dict[int, str]:
     """Digests of so many rounds of the exact run, without faults."""
     say(f"undisturbed: {rounds} rounds")
-    with World(directory, exact_run(seed), EXACT_SITES) as world:
+    with World(directory, exact_run(seed), SITES["exact"]) as world:
         world.start()
         for round_ in (*range(10, rounds, 10), rounds):  # each with a patience of its own
             world.reach(round_)
@@ -149,15 +183,16 @@ def small_disk(directory: Path) -> Iterator[None]:
 
 
 def summary(
-    exact: Outcome, quorum: Outcome, difference: int | None, compared: int, seconds: float
+    outcomes: dict[str, Outcome], undisturbed: dict[int, str], seconds: float
 ) -> dict[str, Any]:
     """The JSON object of the command line."""
-    both = (exact, quorum)
-    accounts = [outcome.account for outcome in both if outcome.account is not None]
-    recovery = [seconds for outcome in both for seconds in outcome.recovery_seconds]
-    failures = [failure for outcome in both for failure in outcome.failures]
-    digests_equal = not any(failure.startswith("theta differs") for failure in failures)
-    kinds = exact.kinds + quorum.kinds
+    runs = outcomes.values()
+    accounts = [outcome.account for outcome in runs if outcome.account is not None]
+    recovery = [seconds for outcome in runs for seconds in outcome.recovery_seconds]
+    failures = [failure for outcome in runs for failure in outcome.failures]
+    kinds = sum((outcome.kinds for outcome in runs), Counter[str]())
+    disturbed = outcomes["exact"].digests if "exact" in outcomes else {}
+    difference = first_difference(disturbed, undisturbed)
     return {
         "faults": kinds.total(),
         "kinds": dict(sorted(kinds.items())),
@@ -166,18 +201,35 @@ def summary(
         "included": sum(a.included for a in accounts),
         "kept_in_error_feedback": sum(a.kept for a in accounts),
         "lost": sum(len(a.lost) for a in accounts),
-        "digests_equal": digests_equal,
-        "digests_compared": sum(outcome.compared for outcome in both),
-        "bit_equal_to_uninterrupted": difference is None and compared == len(exact.digests) > 0,
-        "rounds_compared": compared,
+        "digests_equal": not any(failure.startswith("theta differs") for failure in failures),
+        "digests_compared": sum(outcome.compared for outcome in runs),
+        "bit_equal_to_uninterrupted": (
+            difference is None and len(undisturbed) == len(disturbed) > 0
+            if "exact" in outcomes
+            else None
+        ),
+        "rounds_compared": len(undisturbed),
         "first_difference": difference,
-        "recovery_seconds": {
-            "median": round(statistics.median(recovery), 2) if recovery else None,
-            "max": round(max(recovery), 2) if recovery else None,
+        "rank_steps_equal": not any(f.startswith("parameters differ") for f in failures),
+        "rank_steps_compared": sum(outcome.steps_compared for outcome in runs),
+        "recovery_seconds": spread(recovery),
+        "measured_seconds": {
+            what: spread(values)
+            for outcome in runs
+            for what, values in sorted(outcome.measured.items())
         },
         "seconds": round(seconds),
         "failures": failures,
         "ok": not failures and difference is None,
+    }
+
+
+def spread(seconds: list[float]) -> dict[str, float | int | None]:
+    """Of some measurements."""
+    return {
+        "count": len(seconds),
+        "median": round(statistics.median(seconds), 2) if seconds else None,
+        "max": round(max(seconds), 2) if seconds else None,
     }
 
 

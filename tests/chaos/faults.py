@@ -1,4 +1,4 @@
-"""The kinds of faults, and how each is injected and repaired.
+"""The kinds of faults of coordinator, sites and links, and how each is injected and repaired.
 
 A kind is a function of the world and a source of randomness. It returns when the repair began (on
 the monotonic clock: the process was started again, the link was healed, the disk had room); what is
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator.events import ShardStored
-from coordinator.failpoints import NAMES
 from loco.digest import bytes_digest
 from loco.errors import EXIT_USAGE
 from loco.wire.blocks import make_block
@@ -355,52 +354,3 @@ def _push_again(world: World, captured: _Captured, tail: bytes = b"") -> str:
         trailing = dict(iter(error.trailing_metadata() or ()))
         return str(trailing.get("loco-reason", error.code()))
     return "duplicate" if answer.duplicate else "accepted"
-
-
-# --- which kinds a run gets ----------------------------------------------------------------------
-
-ANYWHERE: dict[str, Fault] = {
-    "kill coordinator": kill_coordinator,
-    "kill coordinator twice": kill_coordinator_twice,
-    "restart coordinator": restart_coordinator,
-    "freeze coordinator": freeze_coordinator,
-    "second coordinator": second_coordinator,
-    "jump wall clock": jump_wall_clock,
-    "jump monotonic clock": jump_monotonic_clock,
-    "disk full": disk_full,
-    "freeze site": freeze_site,
-    "freeze rank": freeze_rank,
-    "partition": partition,
-    "black hole": black_hole,
-    "slow link": slow_link,
-    "cut upload": cut_upload,
-    "cut download": cut_download,
-    "repeat push": repeat_push,
-    "late push": late_push,
-    **{f"kill at {name}": kill_at(name) for name in NAMES},
-}
-EXACT: dict[str, Fault] = {"older state": older_state, "empty state": empty_state}
-"""Only where all sites are in every round: one left behind would follow the older state."""
-BULK: dict[str, Fault] = {"flip bits": flip_bits}
-"""Only where payloads are many times larger than the messages around them."""
-DEAR: dict[str, Fault] = {"kill site": kill_site, "kill rank": kill_rank}
-"""Rarely: a site that starts imports torch."""
-KINDS = ANYWHERE | EXACT | BULK | DEAR
-
-_EVERY = 12  # one in so many faults is a dear one
-
-
-def plan(count: int, rng: random.Random, *, exact: bool) -> list[str]:
-    """Names of `count` faults: every kind about equally often, dear ones rarely, shuffled."""
-    cheap = [*ANYWHERE, *(EXACT if exact else BULK)]
-    dear = max(1, count // _EVERY)
-    chosen = _cycle(cheap, count - dear, rng) + _cycle(list(DEAR), dear, rng)
-    rng.shuffle(chosen)
-    return chosen
-
-
-def _cycle(names: list[str], count: int, rng: random.Random) -> list[str]:
-    chosen: list[str] = []
-    while len(chosen) < count:
-        chosen += rng.sample(names, len(names))
-    return chosen[:count]

@@ -74,6 +74,10 @@ class Process:
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    def ended(self) -> int | None:
+        """The exit code, if it has ended by itself."""
+        return None if self.process is None else self.process.poll()
+
     def signal(self, number: int) -> None:
         """To the process and all its children."""
         assert self.process is not None
@@ -93,8 +97,9 @@ class Process:
 
     def kill(self) -> None:
         if self.process is not None:
-            self.signal(signal.SIGKILL)
+            Process.signal(self, signal.SIGKILL)
             self.process.wait()
+            self.process = None
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """The JSON lines of the log."""
@@ -213,10 +218,14 @@ class SiteProcess(Process):
 
     def start(self, *, ranks: int | None = None) -> None:
         """Every round leaves a checkpoint, from which a restarted site goes on."""
+        self.spawn(self.command(ranks=ranks or self.num_ranks))
+
+    def command(self, *more: str, ranks: int) -> list[str]:
+        """Of `loco worker` with so many ranks."""
         options = {
             "--coordinator": self.proxy.address,
             "--site": self.name,
-            "--ranks": str(ranks or self.num_ranks),
+            "--ranks": str(ranks),
             "--threads": "1",
             "--patience": "600",
             "--checkpoint": str(self.checkpoint),
@@ -224,23 +233,26 @@ class SiteProcess(Process):
             "--device": "cpu",
         }
         flags = [part for item in options.items() for part in item]
-        self.spawn([sys.executable, "-m", "loco", "worker", *flags])
+        return [sys.executable, "-m", "loco", "worker", *flags, *more]
 
     def close(self) -> None:
         self.kill()
         self.proxy.close()
 
 
+Sites = dict[str, tuple[type[SiteProcess], int]]  # by name: how it runs, and its ranks
+
+
 class World:
     """A whole run: a coordinator and its sites, under `directory`."""
 
-    def __init__(self, directory: Path, raw: Raw, sites: dict[str, int]) -> None:
+    def __init__(self, directory: Path, raw: Raw, sites: Sites) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.coordinator = Coordinator(directory, raw)
         self.sites = {
-            name: SiteProcess(directory, name, ranks, self.coordinator)
-            for name, ranks in sites.items()
+            name: kind(directory, name, ranks, self.coordinator)
+            for name, (kind, ranks) in sites.items()
         }
 
     def __enter__(self) -> World:
@@ -279,7 +291,7 @@ class World:
 
     def _check_sites(self) -> None:
         for site in self.sites.values():
-            if site.process is not None and (code := site.process.poll()) is not None:
+            if (code := site.ended()) is not None:
                 raise RuntimeError(f"site {site.name} ended with {code}:\n{site.tail()}")
 
     def drain(self) -> dict[str, int]:

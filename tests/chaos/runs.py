@@ -47,6 +47,22 @@ def quorum_run(seed: int, rounds: int = ENDLESS) -> Raw:
     return raw
 
 
+def torchft_run(seed: int, rounds: int = ENDLESS) -> Raw:
+    """One site's ranks come and go; every round must still be everyone's.
+
+    SCAPE, so that each rank has something alone that a death could lose; dense contributions of
+    several blocks, so that a leader can die in the middle of one.
+    """
+    raw = exact_run(seed, rounds)
+    raw["run"]["name"] = "torchft"
+    raw["model"] = _model(dim=64, num_layers=2)
+    raw["data"] = {"batch": 6}
+    raw["inner"] |= {"sync": "scape", "density": 0.2, "steps": 6, "max_local_steps": 6}
+    raw["codec"] = {"bits": 32}
+    raw["outer"] = {"aggregation": "mean"}
+    return raw
+
+
 def _model(*, dim: int, num_layers: int) -> dict[str, int]:
     return {
         "dim": dim,
