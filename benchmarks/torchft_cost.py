@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,15 +76,23 @@ def config_of(size: str, sync: str) -> Config:
     )
 
 
-def elastic_trainer(
-    config: Config, corpus: str, rank: int, lighthouse: str
-) -> tuple[Trainer, ElasticSite]:
-    """A trainer whose site asks for its members in every step, with a group formed."""
+class Elastic(NamedTuple):
+    """One rank of a site under torchft."""
+
+    trainer: Trainer
+    site: ElasticSite
+    replica: WorkerReplica
+
+
+def build_elastic(
+    config: Config, corpus: str, rank: int, lighthouse: str, start_seconds: float
+) -> Elastic:
+    """A rank that has met nobody yet; `start_seconds` it waits for all of them."""
     site = ElasticSite(
         torch.device("cpu"),
         lighthouse,
         slot=rank,
-        rules=Rules(target_size=RANKS, start_seconds=600.0, heal_seconds=60.0),
+        rules=Rules(target_size=RANKS, start_seconds=start_seconds, heal_seconds=60.0),
         interface="127.0.0.1",
         rank_timeout_seconds=30.0,
         patience_seconds=600.0,
@@ -95,9 +104,7 @@ def elastic_trainer(
     exchange.load(pack(trainer.model, layout).tobytes(), 0)
     wire = WireMetrics(Catalogue(CollectorRegistry()))
     session = Session("127.0.0.1:1", "paris", 1.0, wire, Access())
-    site.meet(WorkerReplica(trainer, exchange, Progress(), session, Pulse()))
-    site.transition(lambda: None)
-    return trainer, site
+    return Elastic(trainer, site, WorkerReplica(trainer, exchange, Progress(), session, Pulse()))
 
 
 def run_block(trainer: Trainer, steps: int, lighthouse: psutil.Process) -> Block:
@@ -127,7 +134,11 @@ def rank_main(rank: int, folder: str, arguments: argparse.Namespace, sync: str, 
     config, corpus = config_of(arguments.size, sync), f"{folder}/text.txt"
     lighthouse = psutil.Process(pid)
     static = Trainer(config, Site(torch.device("cpu"), Group()), "paris", corpus)
-    elastic, site = elastic_trainer(config, corpus, rank, arguments.lighthouse)
+    elastic, site, replica = build_elastic(
+        config, corpus, rank, arguments.lighthouse, start_seconds=600.0
+    )
+    site.meet(replica)
+    site.transition(lambda: None)
     trainers = {"static": static, "torchft": elastic}
     blocks: dict[str, list[Block]] = {name: [] for name in trainers}
     for trainer in trainers.values():
@@ -149,10 +160,10 @@ def rank_main(rank: int, folder: str, arguments: argparse.Namespace, sync: str, 
     dist.destroy_process_group()
 
 
-def measure(arguments: argparse.Namespace, sync: str) -> dict[str, Any]:
-    """One configuration on three ranks."""
+def run_ranks(rank_main: Callable[..., None], arguments: argparse.Namespace, sync: str) -> Any:
+    """Run `rank_main` on all ranks beside a lighthouse; what they left in times.json."""
     arguments.lighthouse = f"127.0.0.1:{free_port()}"
-    with tempfile.TemporaryDirectory(prefix="loco-torchft-cost-") as folder:
+    with tempfile.TemporaryDirectory(prefix="loco-torchft-") as folder:
         Path(folder, "text.txt").write_text("the five boxing wizards jump quickly. " * 2000)
         lighthouse = subprocess.Popen(lighthouse_command(arguments.lighthouse, 30.0))
         try:
@@ -160,7 +171,12 @@ def measure(arguments: argparse.Namespace, sync: str) -> dict[str, Any]:
         finally:
             lighthouse.terminate()
             lighthouse.wait()
-        found = json.loads(Path(folder, "times.json").read_text())
+        return json.loads(Path(folder, "times.json").read_text())
+
+
+def measure(arguments: argparse.Namespace, sync: str) -> dict[str, Any]:
+    """One configuration on three ranks."""
+    found = run_ranks(rank_main, arguments, sync)
     blocks = {name: [Block(*b) for b in found["blocks"][name]] for name in found["blocks"]}
     steps = arguments.block_steps
     wall = compare(blocks, lambda block: block.wall_seconds)

@@ -370,7 +370,7 @@ class Monitor:
     def _export(self, site: str, told: Told, beat: pb.HeartbeatRequest) -> None:
         sites = self.metrics.sites
         sites.round.labels(site).set(told.round)
-        sites.members.labels(site).set(told.members)
+        sites.members.labels(site).set(beat.membership.members)
         sites.shard_lost_fraction.labels(site).set(beat.membership.lost_fraction)
         if told.train_bits_per_byte is not None:
             sites.train_bits_per_byte.labels(site).set(told.train_bits_per_byte)

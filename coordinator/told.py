@@ -40,9 +40,8 @@ class Told:
     in_site_bytes: int = 0
     ranks: int = 0
     """Ranks that the site was started with; 0: not told yet."""
-    members: int = 0
-    """Ranks that make inner steps now; 0: they cannot come and go."""
-    member_changes: int = 0
+    membership: pb.Membership = field(default_factory=pb.Membership)
+    """Of a site whose ranks come and go; without members of any other."""
     ef_norm: float | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_TIMELINE_SPANS))
@@ -62,8 +61,7 @@ class Told:
             self.train_bits_per_byte = beat.train_bits_per_byte
         self.in_site_bytes = beat.totals.in_site_bytes
         self.ranks = beat.ranks
-        self.members = beat.membership.members
-        self.member_changes = beat.membership.changes
+        self.membership.CopyFrom(beat.membership)
         if beat.reports:
             self.ef_norm = beat.reports[-1].ef_norm
 

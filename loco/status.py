@@ -95,7 +95,8 @@ def render(status: Status, *, wide: bool) -> RenderableType:
 
     `wide` is for terminals of at least 100 columns.
     """
-    return Group(_headline(status), _sites(status, wide=wide), *_last(status))
+    members = [_members(site) for site in status["sites"] if site["members"]]
+    return Group(_headline(status), _sites(status, wide=wide), *members, *_last(status))
 
 
 def _headline(status: Status) -> Text:
@@ -173,6 +174,20 @@ def _sites(status: Status, *, wide: bool) -> Table:
 def _ranks(site: dict[str, Any]) -> str:
     """`2/3`: so many of the ranks that the site joined with are there."""
     return f"{site['members']}/{site['ranks']}" if site["members"] else str(site["ranks"])
+
+
+def _members(site: dict[str, Any]) -> Text:
+    """What became of a site's ranks, of those that may die and come back."""
+    told = (
+        f"ranks of {site['name']}: {site['members']} of {site['ranks']} are there, changed "
+        f"{site['member_changes']} times; {site['failed_commits']} steps given up, "
+        f"{human_bytes(site['healed_bytes'])} taken by new ranks"
+    )
+    if site["quorums"]:
+        told += f", {1e3 * site['quorum_seconds'] / site['quorums']:.1f} ms waited a quorum"
+    if site["shard_lost_fraction"]:
+        told += f"; {site['shard_lost_fraction']:.0%} of what one rank alone held was lost"
+    return Text(told)
 
 
 def _known(value: float | None, form: Callable[[float], str]) -> str:

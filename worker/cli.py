@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("loco.worker")
 
+CRASHES_TORCHFT = "TORCHFT_USE_OTEL"  # torchft 0.2.0 with the current opentelemetry
+
 
 def register(app: typer.Typer) -> None:
     """Add the command of this package to `loco`."""
@@ -189,6 +191,9 @@ def _tolerates_faults(choice: str) -> bool:
         )
     from worker.elastic.quorum import MISSING, is_installed
 
+    if os.environ.pop(CRASHES_TORCHFT, None) is not None:
+        start_logging("worker")
+        log.warning("%s is set and left out: torchft fails at its import with it", CRASHES_TORCHFT)
     if not is_installed():
         start_logging("worker")
         log.warning("%s: this site runs on a static group, a dead rank ends it", MISSING)

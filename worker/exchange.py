@@ -330,15 +330,18 @@ class Exchange:
 
     def give(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All of it, shared, as JSON and tensors."""
-        tensors: dict[str, npt.NDArray[Any]] = {
-            "theta": self._theta,
-            "error_feedback": self._ef,
-            "anchor": self._anchor,
-        }
+        tensors = self.lasting()
         if self._sent is not None:
-            tensors["sent"], tensors["originals"] = self._sent_arrays()
+            places, originals = self._sent_arrays()
+            tensors["sent"] = torch.from_numpy(places)
+            tensors["originals"] = torch.from_numpy(originals)
         about = {"round": self.round, "sent_in": self._sent and self._sent.round}
-        return about, {name: torch.from_numpy(array) for name, array in tensors.items()}
+        return about, tensors
+
+    def lasting(self) -> dict[str, Tensor]:
+        """Of `give`, what changes once a round at most; may be called by another thread."""
+        named = {"theta": self._theta, "error_feedback": self._ef, "anchor": self._anchor}
+        return {name: torch.from_numpy(array) for name, array in named.items()}
 
     def take(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Become what `give` gave on another rank."""

@@ -54,8 +54,7 @@ def gather_held(
         like: the residual of this rank, [n].
 
     Returns:
-        The mean of the residuals [n], or this rank's own where every rank keeps its place; and the
-        owners' buffers side by side, [n].
+        The mean of the residuals [n], and the owners' buffers side by side, [n].
     """
     mean, owner, part = torch.zeros_like(like), torch.zeros_like(like), torch.empty_like(like)
     first = True
@@ -71,6 +70,4 @@ def gather_held(
         shard.put(owner, buffer)
         mean = part.clone() if first else mean.add_(part)
         first = False
-    if change.keeps(group.size):
-        return Held(held[group.rank].residual.clone(), owner)
     return Held(mean.div_(change.old_size), owner)

@@ -420,16 +420,19 @@ class Scape(torch.optim.Optimizer):
         Nothing changes here until `regroup`. `held`: by old rank, what this rank holds. The result
         is that of `reshard`, bit for bit; what was lost counts as zero.
         """
+        if change.keeps(group.size):  # nothing moves: it may be that only a newcomer was seen
+            own = Held(*(tensor.clone() for tensor in held[group.rank]))
+        else:
+            old_shards = make_shards(self._regions, change.old_size)
+            parts = gather_held(group, change, held, old_shards, self._residual)
+            shard = make_shards(self._regions, group.size)[group.rank]
+            own = Held(parts.residual, shard.take(parts.owner))
         state = self.common_state()
-        parts = gather_held(
-            group, change, held, make_shards(self._regions, change.old_size), self._residual
-        )
-        owner = make_shards(self._regions, group.size)[group.rank].take(parts.owner)
         state["state"] |= {
             "rank": group.rank,
             "size": group.size,
-            "residual": parts.residual,
-            "owner": owner,
+            "residual": own.residual,
+            "owner": own.owner,
         }
         return state
 

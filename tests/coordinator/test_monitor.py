@@ -231,8 +231,10 @@ def test_members_that_come_and_go_are_shown(pair: Play) -> None:
     }
     assert {name: pair.value(name, site="oslo") for name in shown} == shown
     sites = {site["name"]: site for site in pair.monitor.status(pair.state)["sites"]}
-    assert (sites["oslo"]["members"], sites["oslo"]["member_changes"]) == (2, 2)
-    assert (sites["paris"]["members"], sites["paris"]["member_changes"]) == (0, 0)
+    keys = ("members", "member_changes", "quorums", "quorum_seconds", "failed_commits")
+    keys += ("healed_bytes", "shard_lost_fraction")
+    assert [sites["oslo"][key] for key in keys] == [2, 2, 14, 2.5, 1, 4096, 0.25]
+    assert not any(sites["paris"][key] for key in keys)
 
 
 def total(site: str, value: int, play: Play) -> None:

@@ -77,6 +77,21 @@ def test_wide_screens_have_rates_and_ranks_too(status: dict[str, Any]) -> None:
     assert "up, rate" not in screen(status, 80)
 
 
+def test_a_site_whose_ranks_come_and_go_has_a_line_of_them(tmp_path: Path) -> None:
+    told = pb.Membership(members=2, changes=4, quorums=100, quorum_seconds=0.05)
+    told.failed_commits, told.healed_bytes, told.lost_fraction = 3, 2_500_000, 0.25
+    with playing(create_store(tmp_path, config_of())) as play:
+        play.join("oslo")
+        play.join("paris")
+        play.beat("oslo", membership=told)
+        shown = " ".join(screen(play.monitor.status(play.state), 80).split())
+    assert (
+        "ranks of oslo: 2 of 1 are there, changed 4 times; 3 steps given up, 2.5 MB taken by new "
+        "ranks, 0.5 ms waited a quorum; 25% of what one rank alone held was lost"
+    ) in shown
+    assert "ranks of paris" not in shown
+
+
 def test_headline_refusals_and_events(status: dict[str, Any]) -> None:
     text = screen(status, 200)
     assert "round 1 of 9, open" in text

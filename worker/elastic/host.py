@@ -35,7 +35,7 @@ CONNECT_SECONDS = 2.0
 MEET_SECONDS = 10.0  # members of one quorum come within milliseconds, or have died meanwhile
 LOOK_SECONDS = 0.2  # between two looks at whether those who have not come are alive
 
-Source = Callable[[], tuple[dict[str, Any], list[Tensor]]]
+Source = Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class _Meeting:
 class Host:
     """A member's server; every connection has a thread.
 
-    `serve` and `on_alarm` are set by the member; without a source the state is not given away.
+    `source`, `beside` and `on_alarm` are set by the member; without a source no state is given.
     """
 
     def __init__(self, interface: str, rules: Rules) -> None:
@@ -179,6 +179,11 @@ class Host:
         self._meetings: dict[tuple[int, tuple[str, ...]], _Meeting] = {}
         self._lock = threading.Lock()
         self.source: Source | None = None
+        """All of the state; None while it is not settled."""
+        self.beside: Source | None = None
+        """What can be fetched while this member trains."""
+        self.is_busy = False
+        """It trains, and comes to no meeting before its step is over."""
         self.on_alarm: Callable[[str, str], None] = lambda _name, _why: None
         self._server = _Server((interface, 0), self._talk)
         self.address = f"{interface}:{self._server.server_address[1]}"
@@ -194,26 +199,29 @@ class Host:
             message = receive_frame(peer)
             match message["kind"]:
                 case "ping":
-                    send_frame(peer, {})
+                    send_frame(peer, {"busy": self.is_busy})
                 case "alarm":
                     self.on_alarm(message["group"], message["why"])
                     send_frame(peer, {})
                 case "state":
-                    self._give_state(peer)
+                    self._give(peer, self.source, message["known"])
+                case "beside":
+                    self._give(peer, self.beside, {})
                 case "hello":
                     self._host(peer, message)
                 case other:
                     raise WireError(f"a member asks for {other!r}, which nobody knows")
 
-    def _give_state(self, peer: socket.socket) -> None:
-        source = self.source
+    def _give(
+        self, peer: socket.socket, source: Source | None, known: dict[str, list[str]]
+    ) -> None:
         if source is None:
             send_frame(peer, {"refused": "this member has no settled state now"})
             return
         header, tensors = source()
         send_frame(peer, header)
-        for tensor in tensors:
-            send_tensor(peer, tensor)
+        for name, tensor in tensors.items():
+            send_tensor(peer, tensor, known.get(name, ()))
 
     def _host(self, peer: socket.socket, message: dict[str, Any]) -> None:
         hello = TypeAdapter(Hello).validate_python(message["hello"])
@@ -280,13 +288,22 @@ def listens(member: Member) -> bool:
 
 def answers(member: Member, seconds: float) -> bool:
     """Whether the member answers a ping."""
+    return _ping(member, seconds) is not None
+
+
+def is_busy(member: Member, seconds: float) -> bool:
+    """Whether the member is in a step; one that does not answer is not."""
+    answer = _ping(member, seconds)
+    return answer is not None and answer["busy"]
+
+
+def _ping(member: Member, seconds: float) -> dict[str, Any] | None:
     try:
         with dial(member, seconds) as connection:
             send_frame(connection, {"kind": "ping"})
-            receive_frame(connection)
+            return receive_frame(connection)
     except (OSError, WireError):
-        return False
-    return True
+        return None
 
 
 def raise_alarm(members: Sequence[Member], group: str, why: str) -> None:

@@ -44,6 +44,8 @@ class Hello:
     """Where it would stand after the change that it has staged."""
     waiting_seconds: float
     """How long it has waited for a site."""
+    prepared: bool
+    """It has what can be fetched while the others train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,9 @@ class Plan:
     finish: tuple[str, ...]
     """Members that commit what they staged."""
     heal: dict[str, str]
-    """Members that take the state of another, and whose."""
+    """Members that take the state of another now, and whose."""
+    later: dict[str, str]
+    """Those that fetch the most of it first, while `order` goes on without them, and from whom."""
     change: Change
     """Who brings which old rank's shards."""
     begins: bool
@@ -78,6 +82,7 @@ def decide(hellos: Sequence[Hello], name: str) -> Plan:
             order=tuple(h.id for h in hellos),
             finish=(),
             heal={},
+            later={},
             change=Change(old_size=1, holders=(None,)),
             begins=True,
         )
@@ -85,13 +90,15 @@ def decide(hellos: Sequence[Hello], name: str) -> Plan:
     best = max(states, key=lambda state: (len(_able(hellos, *state)), *state))
     able = _able(hellos, *best)
     order = sorted(able, key=lambda id_: (able[id_].rank, id_))
-    new = [h.id for h in hellos if h.id not in able]
+    new = [h.id for h in hellos if h.id not in able and h.prepared]
+    later = [h.id for h in hellos if h.id not in able and not h.prepared]
     return Plan(
         name=name,
         store=stores[order[0]],
         order=(*order, *new),
         finish=tuple(h.id for h in hellos if h.id in able and h.now != able[h.id]),
         heal={id_: order[index % len(order)] for index, id_ in enumerate(new)},
+        later={id_: order[index % len(order)] for index, id_ in enumerate(later)},
         change=_change([able[id_] for id_ in order]),
         begins=False,
     )

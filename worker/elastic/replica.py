@@ -1,7 +1,7 @@
 """What a rank that joins takes from one that is there: parameters, inner, outer, and the place.
 
-JSON and tensors, each with its digest (wire.py); nothing is unpickled. What only one rank has
-(SCAPE's residual and owner's state) is not among it: that moves when the group forms.
+JSON and tensors with digests (wire.py); nothing is unpickled. What only one rank has (SCAPE's
+residual and owner's state) is not among it: that moves when the group forms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loco.inner.base import InnerOptimizer
 from loco.wire.v1 import coordinator_pb2 as pb
-from worker.elastic.wire import WireError, digest_of, receive_tensor
+from worker.elastic.wire import WireError, digest_of, piece_digests, receive_tensor
 from worker.exchange import Exchange
 from worker.progress import Progress, pack, unpack
 from worker.pulse import Pulse
@@ -40,6 +40,8 @@ class WorkerReplica:
         self._progress = progress
         self._session = session
         self._pulse = pulse
+        self._beside: dict[str, Tensor] = {}
+        self._known: dict[str, list[str]] = {}
 
     @property
     def optimizer(self) -> InnerOptimizer:
@@ -49,7 +51,30 @@ class WorkerReplica:
         """The site's rank or number of ranks is another now."""
         self._trainer.divided()
 
-    def give(self) -> tuple[dict[str, Any], list[Tensor]]:
+    def give_beside(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What changes once a round at most, shared; called while this rank trains."""
+        frozen = {n: p.detach() for n, p in self._parameters() if not p.requires_grad}
+        named = {f"parameter {name}": tensor for name, tensor in frozen.items()}
+        named |= {f"outer {name}": tensor for name, tensor in self._exchange.lasting().items()}
+        return {"tensors": _described(named)}, named
+
+    def take_beside(self, connection: socket.socket, header: dict[str, Any]) -> int:
+        """Keep what another rank's `give_beside` gives until `take`; its bytes.
+
+        Raises:
+            WireError: a digest is not right.
+        """
+        for name, dtype, shape in header["tensors"]:
+            self._beside[name] = _empty(dtype, shape)
+            receive_tensor(connection, self._beside[name], name)
+        self._known = {name: piece_digests(tensor) for name, tensor in self._beside.items()}
+        return sum(tensor.nbytes for tensor in self._beside.values())
+
+    def known(self) -> dict[str, list[str]]:
+        """Digests of the pieces that `take_beside` has brought, by tensor."""
+        return self._known
+
+    def give(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Everything that all ranks have alike; the tensors are shared."""
         structure, inner = pack_structure(self.optimizer.common_state())
         about, outer = self._exchange.give()
@@ -69,30 +94,32 @@ class WorkerReplica:
             "beat": told,
             "inner": structure,
             "outer": about,
-            "tensors": [[n, str(t.dtype), list(t.shape)] for n, t in named.items()],
+            "tensors": _described(named),
         }
-        return header, list(named.values())
+        return header, named
 
     def digest(self) -> str:
         """Digest of all that ranks at one place have in common."""
         header, tensors = self.give()
         common = [header[key] for key in ("progress", "steps", "outer")]
         facts = json.dumps(common, sort_keys=True).encode()
-        return digest_of([_tensor(facts), *tensors])
+        return digest_of([_tensor(facts), *tensors.values()])
 
     def take(self, connection: socket.socket, header: dict[str, Any]) -> int:
         """Become what another rank gives; nothing changes before every digest is right.
 
         Returns:
-            Bytes of the tensors.
+            Bytes that came: all but the pieces that `known` told.
 
         Raises:
             WireError: a digest is not right, or the other rank trains another model.
         """
+        kept, known = self._beside, self._known
+        self._beside, self._known, came = {}, {}, 0
         tensors: dict[str, Tensor] = {}
         for name, dtype, shape in header["tensors"]:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            receive_tensor(connection, tensors[name], name)
+            tensors[name] = kept.get(name, _empty(dtype, shape))
+            came += receive_tensor(connection, tensors[name], name, known.get(name, ()))
         self._check_model(tensors)
         inner, parts = unpack_structure(header["inner"])
         for i, part in enumerate(parts):
@@ -109,7 +136,7 @@ class WorkerReplica:
         self._session.caller = unpack(pb.Caller, header["caller"])
         with self._pulse.edit() as beat:
             beat.CopyFrom(unpack(pb.HeartbeatRequest, header["beat"]))
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return came
 
     def _check_model(self, tensors: dict[str, Tensor]) -> None:
         for name, p in self._parameters():
@@ -126,3 +153,12 @@ class WorkerReplica:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+
+
+def _described(tensors: dict[str, Tensor]) -> list[list[Any]]:
+    """Name, dtype and shape of each, as JSON."""
+    return [[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()]
+
+
+def _empty(dtype: str, shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))

@@ -12,11 +12,10 @@ whole state is that of the others.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -28,6 +27,7 @@ from loco.inner.base import InnerOptimizer
 from loco.inner.moving import Held
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.elastic.group import ElasticGroup
+from worker.elastic.healing import Healing, Replica, standing_of
 from worker.elastic.host import (
     MEET_SECONDS,
     Host,
@@ -35,6 +35,7 @@ from worker.elastic.host import (
     Verdict,
     answers,
     dial,
+    is_busy,
     listens,
     raise_alarm,
 )
@@ -52,26 +53,6 @@ T = TypeVar("T")
 AGAIN_SECONDS = 0.1
 SAY_SECONDS = 5.0
 END_SECONDS = 2.0  # ranks that are interrupted together are gone by then
-
-
-class Replica(Protocol):
-    """What a member trains, as its site sees it; `worker.elastic.replica` has the real one."""
-
-    def give(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Everything that all ranks have alike, as JSON and tensors, shared."""
-
-    def digest(self) -> str:
-        """Digest of what `give` gives."""
-
-    def take(self, connection: socket.socket, header: dict[str, Any]) -> int:
-        """Receive what another member gives, and check it; the number of bytes."""
-
-    @property
-    def optimizer(self) -> InnerOptimizer:
-        """Holds what ranks do not have alike."""
-
-    def divided(self) -> None:
-        """The site's rank or number of ranks is another now."""
 
 
 class ElasticSite(Site):
@@ -107,6 +88,8 @@ class ElasticSite(Site):
         self._standing: Standing | None = None
         self._staged: tuple[Callable[[], None], Standing | None, _Backup | None] | None = None
         self._backup: _Backup | None = None
+        self._healing: Healing | None = None
+        """How this member, who has no state, comes to that of the others."""
         self._watch: Watch | None = None
         self._told = pb.Membership()
 
@@ -228,11 +211,13 @@ class ElasticSite(Site):
             UnreachableError: the lighthouse did not answer for too long.
         """
         started = said = time.monotonic()
+        self._host.is_busy, self._host.beside = False, replica.give_beside
         anew = self._leave_group()
         while True:
             try:
-                quorum = self._next_quorum(anew=anew)
-                self._attend(self._with_the_living(quorum), replica, time.monotonic() - started)
+                quorum = self._with_the_living(self._next_quorum(anew=anew))
+                self._wait_for_steps(quorum)
+                self._attend(quorum, replica, time.monotonic() - started)
             except (MembersChanged, OSError, WireError) as why:
                 anew = True
                 if time.monotonic() - said > SAY_SECONDS:
@@ -240,6 +225,7 @@ class ElasticSite(Site):
                     log.info("no group for %.0f s: %s", said - started, why)
                 time.sleep(AGAIN_SECONDS)
             else:
+                self._host.is_busy, self._healing = True, None
                 return
 
     def _leave_group(self) -> bool:
@@ -291,6 +277,27 @@ class ElasticSite(Site):
             quorum = self._count(lambda: self._lighthouse.ask(self._version, anew=False))
         return quorum
 
+    def _wait_for_steps(self, quorum: Quorum) -> None:
+        """Who has been training hears of a new member when the step is over."""
+        if self._standing is None:
+            while any(is_busy(m, self._rank_timeout_seconds) for m in quorum.members):
+                time.sleep(AGAIN_SECONDS)
+
+    def _look_on(self, quorum: Quorum, source: Member, replica: Replica) -> None:
+        """Fetch what can be fetched while the others train; to meet again when it is here.
+
+        Meanwhile this member asks with them, because the lighthouse lets all wait for one that
+        lives and does not ask. Who is there may change: then it is at that meeting, too.
+        """
+        self._standing = self._staged = self._backup = None
+        self._healing = self._healing or Healing(replica, self._rules.heal_seconds)
+        self._healing.begin(source)
+        while not self._healing.is_over:
+            now = self._count(lambda: self._lighthouse.ask(self._version, anew=False))
+            if now != quorum:
+                self._news = now
+                return
+
     def _attend(self, quorum: Quorum, replica: Replica, waiting_seconds: float) -> None:
         """One meeting, from Hello to the vote for the new group."""
         try:
@@ -300,6 +307,10 @@ class ElasticSite(Site):
                 if "plan" not in answer:
                     raise MembersChanged(answer["verdict"]["again"])
                 plan = TypeAdapter(Plan).validate_python(answer["plan"])
+                if self.me.id in plan.later:
+                    host.close()
+                    self._look_on(quorum, Member.of(plan.later[self.me.id]), replica)
+                    raise MembersChanged("most of the state of the others is here")
                 send_frame(host, self._carry_out(plan, replica))
                 host.settimeout(self._rules.heal_seconds + 2 * MEET_SECONDS)
                 verdict = TypeAdapter(Verdict).validate_python(receive_frame(host)["verdict"])
@@ -317,6 +328,7 @@ class ElasticSite(Site):
             now=self._standing,
             staged=None if self._staged is None else self._staged[1],
             waiting_seconds=waiting_seconds,
+            prepared=self._healing is not None and self._healing.prepared,
         )
         ids = [member.id for member in quorum.members]
         return {"kind": "hello", "number": quorum.number, "members": ids, "hello": asdict(hello)}
@@ -331,7 +343,7 @@ class ElasticSite(Site):
         healed = 0
         try:
             if self.me.id in plan.heal:
-                healed = self._heal(Member.of(plan.heal[self.me.id]), replica)
+                healed = self._heal(Member.of(plan.heal[self.me.id]))
         except (OSError, LocoError) as error:
             log.warning("the state of the site did not come: %s", error)
             return {"digest": "", "failure": str(error), "healed": 0}
@@ -345,27 +357,17 @@ class ElasticSite(Site):
             "healed": healed,
         }
 
-    def _heal(self, source: Member, replica: Replica) -> int:
+    def _heal(self, source: Member) -> int:
         """Take the state of another member, in bytes; until all is right this one has none."""
-        self._standing = self._backup = None
-        until = time.monotonic() + self._rules.heal_seconds
-        with dial(source, self._rules.heal_seconds) as connection:
-            send_frame(connection, {"kind": "state"})
-            header = receive_frame(connection)
-            while "refused" in header and time.monotonic() < until:  # it is just settling
-                time.sleep(AGAIN_SECONDS)
-                send_frame(connection, {"kind": "state"})
-                header = receive_frame(connection)
-            if "refused" in header:
-                raise WireError(header["refused"])
-            healed = replica.take(connection, header["replica"])
-        standing = TypeAdapter(Standing).validate_python(header["standing"])
-        self._standing = replace(standing, rank=-1, backup_of=-1)
+        assert self._healing is not None
+        header = self._healing.take(source)
+        self._standing = standing_of(header)
         self._told.CopyFrom(unpack(pb.Membership, header["membership"]))
-        log.info("took the state of %s: %.1f MB, every digest right", source, healed / 1e6)
-        return healed
+        return self._healing.bytes
 
-    def _give(self, standing: Standing, replica: Replica) -> tuple[dict[str, Any], list[Tensor]]:
+    def _give(
+        self, standing: Standing, replica: Replica
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a new member takes, and the place that it belongs to."""
         header, tensors = replica.give()
         membership = pack(self._told)

@@ -1,7 +1,8 @@
 """Frames and tensors over a socket between the ranks of one site: no pickle, everything checked.
 
 A frame is its length (4 bytes, big-endian), XXH3-128 of its bytes (16) and JSON. A tensor is its
-raw little-endian bytes, followed by their XXH3-128; what it is was said in a frame before.
+raw little-endian bytes in pieces of 1 MiB, each after its XXH3-128; what it is was said in a frame
+before. A piece that the receiver has said it has, by that digest, does not follow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,31 +53,54 @@ def receive_frame(of: socket.socket) -> dict[str, Any]:
     return message
 
 
-def send_tensor(to: socket.socket, tensor: Tensor) -> None:
-    """Send the elements of a tensor on any device."""
-    digest = xxhash.xxh3_128()
-    view = _bytes_of(tensor.detach().cpu().contiguous())
-    for start in range(0, len(view), PIECE_BYTES):
-        piece = view[start : start + PIECE_BYTES]
-        digest.update(piece)
-        to.sendall(piece)
-    to.sendall(digest.digest())
+def send_tensor(to: socket.socket, tensor: Tensor, known: Sequence[str] = ()) -> None:
+    """Send the elements of a tensor on any device.
+
+    It may change meanwhile: each piece is one state of its bytes, two pieces perhaps of two.
+
+    Args:
+        known: `piece_digests` of what the receiver has, hex.
+    """
+    for number, piece in enumerate(_pieces(tensor.detach().cpu().contiguous())):
+        data = bytes(piece)
+        digest = xxhash.xxh3_128_digest(data)
+        here = number < len(known) and known[number] == digest.hex()
+        to.sendall(digest if here else digest + data)
 
 
-def receive_tensor(of: socket.socket, into: Tensor, name: str) -> None:
+def receive_tensor(of: socket.socket, into: Tensor, name: str, known: Sequence[str] = ()) -> int:
     """Fill `into`, contiguous and on the CPU, in place.
 
+    Args:
+        known: `piece_digests` of `into`, hex, as the sender was told.
+
+    Returns:
+        Bytes that came.
+
     Raises:
-        WireError: the digest is another; names the tensor.
+        WireError: a digest is another; names the tensor.
     """
-    digest = xxhash.xxh3_128()
-    view = _bytes_of(into)
-    for start in range(0, len(view), PIECE_BYTES):
-        piece = view[start : start + PIECE_BYTES]
+    came = 0
+    for number, piece in enumerate(_pieces(into)):
+        digest = _receive(of, 16)
+        if number < len(known) and known[number] == digest.hex():
+            continue
         _receive_into(of, piece)
-        digest.update(piece)
-    if _receive(of, 16) != digest.digest():
-        raise WireError(f"{name} came with another digest than it left with; nothing was used")
+        if xxhash.xxh3_128_digest(piece) != digest:
+            raise WireError(f"{name} came with another digest than it left with; nothing was used")
+        came += len(piece)
+    return came
+
+
+def piece_digests(tensor: Tensor) -> list[str]:
+    """XXH3-128 of each piece of a contiguous tensor on the CPU, hex."""
+    return [xxhash.xxh3_128_hexdigest(piece) for piece in _pieces(tensor)]
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    view = _bytes_of(tensor)
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]
 
 
 def digest_of(tensors: list[Tensor]) -> str:

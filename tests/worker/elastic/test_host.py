@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker.elastic.host import Host, Rules, answers, dial, listens
+from worker.elastic.host import Host, Rules, answers, dial, is_busy, listens
 from worker.elastic.meeting import Hello, Standing
 from worker.elastic.quorum import Member
 from worker.elastic.wire import receive_frame, receive_tensor, send_frame
@@ -43,7 +43,9 @@ class Guest:
     def __init__(self, me: Member, members: list[Member], now: Standing | None) -> None:
         self.me = me
         self._connection = dial(members[0], 15.0)
-        hello = Hello(id=me.id, store="s:1", now=now, staged=None, waiting_seconds=0.0)
+        hello = Hello(
+            id=me.id, store="s:1", now=now, staged=None, waiting_seconds=0.0, prepared=True
+        )
         ids = [member.id for member in members]
         message = {"kind": "hello", "number": 1, "members": ids, "hello": asdict(hello)}
         send_frame(self._connection, message)
@@ -146,15 +148,30 @@ def test_a_rank_alone_without_state_does_not_begin_the_site() -> None:
 
 def test_a_state_is_given_only_while_it_is_settled() -> None:
     with hosting() as (host, members), dial(members[0], 5.0) as peer:
-        send_frame(peer, {"kind": "state"})
+        send_frame(peer, {"kind": "state", "known": {}})
         assert "refused" in receive_frame(peer)
         tensor = torch.arange(7.0)
-        host.source = lambda: ({"about": 1}, [tensor])
-        send_frame(peer, {"kind": "state"})
+        host.source = lambda: ({"about": 1}, {"x": tensor})
+        send_frame(peer, {"kind": "state", "known": {}})
         assert receive_frame(peer) == {"about": 1}
         into = torch.empty(7)
         receive_tensor(peer, into, "x")
         assert torch.equal(into, tensor)
+
+
+def test_a_member_that_trains_gives_what_lasts_and_says_that_it_is_busy() -> None:
+    """No state is settled meanwhile, so a joiner cannot take it; what lasts it can."""
+    with hosting() as (host, members), dial(members[0], 5.0) as peer:
+        host.is_busy, host.beside = True, lambda: ({"about": 2}, {"theta": torch.ones(3)})
+        send_frame(peer, {"kind": "state", "known": {}})
+        assert "refused" in receive_frame(peer)
+        send_frame(peer, {"kind": "beside"})
+        assert receive_frame(peer) == {"about": 2}
+        into = torch.empty(3)
+        assert receive_tensor(peer, into, "theta") == 12
+        assert torch.equal(into, torch.ones(3))
+        assert is_busy(members[0], 5.0)
+        assert not is_busy(members[1], 5.0)
 
 
 def test_a_live_member_answers_and_a_dead_one_does_not() -> None:

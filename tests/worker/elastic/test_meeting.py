@@ -25,9 +25,16 @@ def at(version: int, label: str, rank: int, size: int, backup_of: int = -1) -> S
     return Standing(version=version, label=label, rank=rank, size=size, backup_of=backup_of)
 
 
-def hello(slot: int, now: Standing | None, staged: Standing | None = None) -> Hello:
+def hello(
+    slot: int, now: Standing | None, staged: Standing | None = None, *, prepared: bool = True
+) -> Hello:
     return Hello(
-        id=member(slot).id, store=f"10.0.0.{slot}:8", now=now, staged=staged, waiting_seconds=0.0
+        id=member(slot).id,
+        store=f"10.0.0.{slot}:8",
+        now=now,
+        staged=staged,
+        waiting_seconds=0.0,
+        prepared=prepared,
     )
 
 
@@ -66,6 +73,20 @@ def test_who_was_there_keeps_its_place_and_who_is_new_comes_last() -> None:
     assert {Member.of(k).slot: Member.of(v).slot for k, v in plan.heal.items()} == {0: 2}
     assert plan.change.holders == (0, 1, None)
     assert plan.change.lost_fraction == pytest.approx(1 / 3)
+
+
+def test_a_new_member_first_fetches_what_it_can_while_the_others_go_on_without_it() -> None:
+    """Those who are there wait for nobody who could still do something beside their training."""
+    here = [hello(rank, at(9, "g", rank, 2)) for rank in range(2)]
+    plan = decide([*here, hello(2, None, prepared=False), hello(3, None)], "h")
+    assert slots(plan.order) == [0, 1, 3]
+    assert {Member.of(k).slot: Member.of(v).slot for k, v in plan.later.items()} == {2: 0}
+    assert {Member.of(k).slot: Member.of(v).slot for k, v in plan.heal.items()} == {3: 0}
+
+
+def test_where_nobody_has_a_state_nobody_has_to_fetch_one() -> None:
+    plan = decide([hello(slot, None, prepared=False) for slot in (0, 1)], "g")
+    assert (slots(plan.order), plan.later, plan.begins) == ([0, 1], {}, True)
 
 
 def test_a_backup_stands_in_for_the_dead_rank_before_it() -> None:

@@ -52,7 +52,18 @@ def received(
 def test_a_tensor_comes_as_it_went(tensor: torch.Tensor) -> None:
     into = torch.empty_like(tensor)
     with received(lambda to: wire.send_tensor(to, tensor)) as peer:
-        wire.receive_tensor(peer, into, "x")
+        assert wire.receive_tensor(peer, into, "x") == tensor.nbytes
+    assert torch.equal(into, tensor)
+
+
+def test_only_pieces_that_are_not_there_follow() -> None:
+    """What was fetched beside training is compared by piece; one of three has changed since."""
+    tensor = torch.randn(3 * wire.PIECE_BYTES // 4 - 100)
+    into = tensor.clone()
+    into[wire.PIECE_BYTES // 4 + 5] += 1.0
+    known = wire.piece_digests(into)
+    with received(lambda to: wire.send_tensor(to, tensor, known)) as peer:
+        assert wire.receive_tensor(peer, into, "x", known) == wire.PIECE_BYTES
     assert torch.equal(into, tensor)
 
 

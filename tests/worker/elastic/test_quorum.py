@@ -1,0 +1,149 @@
+"""Who is there, asked of a real lighthouse: away, forgetful, or full of strangers.
+
+Compared with: the traps of docs/torchft.md. Run alone: pytest tests/worker/elastic/test_quorum.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.cluster import free_port
+
+from loco.errors import ConfigError, UnreachableError
+from worker.elastic.lighthouse import command
+from worker.elastic.quorum import Lighthouse, Member, Quorum
+
+os.environ["RUST_LOG"] = "error"  # read when torchft is imported
+pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
+
+RANK_TIMEOUT = 1.0
+
+
+class Lamp:
+    """The lighthouse's process, at an address that stays."""
+
+    def __init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def light(self) -> None:
+        self.process = subprocess.Popen(command(self.address, RANK_TIMEOUT))
+
+    def put_out(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def lamp() -> Iterator[Lamp]:
+    lamp = Lamp()
+    yield lamp
+    lamp.put_out()
+
+
+def members(lamp: Lamp, *slots: int, patience_seconds: float = 60.0) -> list[Lighthouse]:
+    return [
+        Lighthouse(
+            lamp.address, Member.new(slot, f"127.0.0.1:{slot}"), patience_seconds=patience_seconds
+        )
+        for slot in slots
+    ]
+
+
+def all_ask(lines: list[Lighthouse], *, anew: bool = False) -> list[Quorum]:
+    with ThreadPoolExecutor(len(lines)) as threads:
+        return list(threads.map(lambda line: line.ask(0, anew=anew), lines))
+
+
+def slots(quorum: Quorum) -> list[int]:
+    return [member.slot for member in quorum.members]
+
+
+def close(lines: list[Lighthouse]) -> None:
+    for line in lines:
+        line.close()
+
+
+def test_a_lighthouse_that_was_away_is_asked_again_and_nobody_is_poisoned(lamp: Lamp) -> None:
+    """torchft's Manager raises for ever after one time-out; a restart of 4 s ended both ranks."""
+    lamp.light()
+    lines = members(lamp, 0, 1)
+    before = all_ask(lines)
+    lamp.put_out()
+    with ThreadPoolExecutor(2) as threads:  # its process imports torch before it serves
+        asking = [threads.submit(line.ask, 5, anew=False) for line in lines]
+        time.sleep(4.0)
+        assert not any(future.done() for future in asking)
+        lamp.light()
+        after = [future.result(60.0) for future in asking]
+    assert [slots(quorum) for quorum in (*before, *after)] == [[0, 1]] * 4
+    close(lines)
+
+
+def test_a_restarted_lighthouse_counts_from_the_beginning_again(lamp: Lamp) -> None:
+    """The trap itself: one number names two quorums, so that nothing of ours is named by it."""
+    numbers = []
+    for _ in range(2):
+        lamp.light()
+        lines = members(lamp, 0, 1)
+        numbers.append({quorum.number for quorum in all_ask(lines)})
+        close(lines)
+        lamp.put_out()
+    assert numbers[0] == numbers[1], "if this fails, torchft has changed: read docs/torchft.md"
+
+
+def test_a_lighthouse_that_does_not_come_is_said_after_the_patience(lamp: Lamp) -> None:
+    (line,) = members(lamp, 0, patience_seconds=1.0)
+    with pytest.raises(UnreachableError, match=r"did not answer for .* check that it runs"):
+        line.ask(0, anew=False)
+    line.close()
+
+
+def test_the_answer_of_one_step_is_the_same_for_all_and_waits_beside_it(lamp: Lamp) -> None:
+    """Whoever asks in a step learns of a newcomer, all alike, when the next one begins."""
+    lamp.light()
+    lines = members(lamp, 0, 1)
+    before = all_ask(lines)
+    (third,) = members(lamp, 2)
+    with ThreadPoolExecutor(1) as threads:
+        newcomer = threads.submit(third.ask, -1, anew=False)
+        answers: list[Quorum | None] = [None, None]
+        until = time.monotonic() + 30.0
+        while answers == [None, None] or slots(answers[0] or before[0]) == [0, 1]:
+            assert time.monotonic() < until
+            for line in lines:
+                line.ask_beside(0)
+            answers = [line.answer() for line in lines]  # the newcomer dials meanwhile
+        assert answers[0] == answers[1] == newcomer.result(5.0)
+    assert slots(newcomer.result()) == [0, 1, 2]
+    assert [line.answer() for line in lines] == [None, None], "an answer is given once"
+    close([*lines, third])
+
+
+def test_ids_sort_by_slot_also_as_text_and_a_stranger_is_named() -> None:
+    """torchft sorts ids as text: replica_10 before replica_2."""
+    several = [Member.new(slot, "10.0.0.1:7") for slot in (2, 10, 100)]
+    assert sorted(member.id for member in several) == [member.id for member in several]
+    assert [Member.of(member.id) for member in several] == several
+    with pytest.raises(ConfigError, match=r"'replica_0' is at this site's lighthouse"):
+        Member.of("replica_0")
+
+
+def test_what_torchft_should_not_do_is_not_even_imported() -> None:
+    """Its quantization needs triton; its DiLoCo copies one bucket of several back."""
+    program = (
+        "import sys, worker.elastic.lighthouse, worker.elastic.site, worker.elastic.replica\n"
+        "from worker.elastic.group import _process_group\n"
+        "import torch; _process_group(torch.device('cpu'))\n"
+        "import torchft.coordination\n"
+        "assert not {'torchft.quantization', 'triton', 'torchft.local_sgd'} & "
+        "set(sys.modules), sorted(m for m in sys.modules if m.startswith(('torchft', 'triton')))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
