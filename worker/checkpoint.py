@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,22 @@ class Checkpoints:
         self._site.from_leader(lambda: self._finish(aside, manifest))
 
     def _finish(self, aside: Path, manifest: Manifest) -> bytes:
+        """Give what all ranks have written its name, and remove what is older.
+
+        A leader may sleep in here, and wake up when another one leads: then both remove.
+        """
+        try:
+            self._publish(aside, manifest)
+        except OSError as error:
+            raise LocoError(f"cannot finish the checkpoint {aside}: {error}") from error
+        for old in sorted(self._directory.glob("round-????????"))[:-KEEP]:
+            _remove(old)
+        for given_up in self._directory.glob("round-????????.partial"):
+            if given_up.name < aside.name:  # a rank died while it was written
+                _remove(given_up)
+        return b""
+
+    def _publish(self, aside: Path, manifest: Manifest) -> None:
         files = [path for path in aside.rglob("*") if path.is_file()]
         manifest.digests = {str(p.relative_to(aside)): file_digest(p).hex() for p in files}
         (aside / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
@@ -129,9 +146,6 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         _sync(self._directory)
-        for old in sorted(self._directory.glob("round-????????"))[:-KEEP]:
-            shutil.rmtree(old)
-        return b""
 
     # --- loading --------------------------------------------------------------------------------
 
@@ -217,6 +231,11 @@ def _flat(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _folder(rank: int) -> str:
     """Every rank writes a folder of its own: no rank waits for another in the middle of it."""
     return f"rank-{rank}"
+
+
+def _remove(directory: Path) -> None:
+    with suppress(FileNotFoundError):  # another removes it, too; the rest goes with the next one
+        shutil.rmtree(directory)
 
 
 def _sync_all(directory: Path) -> None:

@@ -9,13 +9,11 @@ incarnation, which must stay the first.
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from chaos.proxy import Proxy
 from support.cluster import Cluster, Process, loco
 
 pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
@@ -79,31 +77,6 @@ def test_the_leader_dies_and_another_and_no_round_is_lost(tmp_path: Path, sync: 
     check(status, rounds)
     assert "starting it again" in site.output
     assert "lost and count as zero" not in site.output
-
-
-def test_the_leader_dies_during_a_push_and_another_goes_on_with_it(tmp_path: Path) -> None:
-    """Dense contributions over a slow link, so that the upload is what is interrupted."""
-    rounds = 3
-    dense = {"codec": {"bits": 32}, "outer": {"aggregation": "mean"}}
-    with cluster(tmp_path, rounds, **dense) as run:
-        run.coordinator()
-        host, port = run.address.split(":")
-        proxy = Proxy((host, int(port)))
-        site = start(run, coordinator=proxy.address)
-        run.reaches(1)
-        proxy.change(bytes_per_second=30_000)
-        begin = proxy.passed["up"]
-        until = time.monotonic() + 100
-        while proxy.passed["up"] < begin + 40_000:
-            assert time.monotonic() < until, site.output
-            time.sleep(0.05)
-        assert run.status()["round"] == 1, "the contribution is under way"
-        ranks_of(site)[0].kill()
-        site.says("going on as rank 0 of 1, 2\n")
-        proxy.heal()
-        status = run.finish(site)
-        proxy.close()
-    check(status, rounds)
 
 
 def test_all_die_at_once_and_the_site_resumes_from_its_checkpoint(tmp_path: Path) -> None:

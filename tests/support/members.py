@@ -9,7 +9,6 @@ others when FOLDER/LIFE is there, so that a test need not wait for imports at th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chaos.steps import Step, disagreements, phases, read, tell
 from prometheus_client import CollectorRegistry
 from support.cluster import free_port
 from support.live import eventually
@@ -36,7 +36,6 @@ from worker.elastic.lighthouse import command as lighthouse_command
 from worker.elastic.outer import ReplicatedExchange
 from worker.elastic.replica import WorkerReplica
 from worker.elastic.site import ElasticSite
-from worker.elastic.wire import digest_of
 from worker.progress import Progress
 from worker.pulse import Pulse
 from worker.session import Session
@@ -45,22 +44,6 @@ from worker.trainer import Trainer
 
 RANK_TIMEOUT = 2.0
 FIRST_STEP_SECONDS = 100.0  # for processes that import torch while the machine is busy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A committed step of one rank."""
-
-    cursor: int
-    """Steps committed before and with it."""
-    members: list[int]
-    """Slots, in order of rank."""
-    hash: str
-    """Of all parameters."""
-    at: float
-    """time.monotonic, which all processes of a machine share."""
-    lost: float
-    """Fraction of the shards lost when members last changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +111,7 @@ def _train(plan: Plan, site: ElasticSite, trainer: Trainer, replica: Any, lines:
         if trainer.data_cursor == told:
             continue
         told = trainer.data_cursor
-        step = Step(
-            cursor=told,
-            members=[member.slot for member in site.members],
-            hash=digest_of(list(trainer.model.parameters())),
-            at=time.monotonic(),
-            lost=site.membership().lost_fraction,
-        )
-        lines.write(json.dumps(asdict(step)) + "\n")
-        lines.flush()
+        tell(lines, told, site, trainer.model)
 
 
 # --- all of them, for a test --------------------------------------------------------------------
@@ -233,22 +208,13 @@ class Members:
 
     # --- what they did --------------------------------------------------------------------------
 
-    def steps(self, slot: int) -> list[Step]:
-        """The steps of a slot, over all its processes; a line torn by a kill is left out."""
-        path = self.folder / f"rank-{slot}.jsonl"
-        found = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            with contextlib.suppress(json.JSONDecodeError):
-                found.append(Step(**json.loads(line)))
-        return found
-
     def parameters(self, slot: int) -> dict[str, torch.Tensor]:
         """What a rank had at the end."""
         state: dict[str, torch.Tensor] = torch.load(self.folder / f"parameters-{slot}")
         return state
 
     def all_steps(self) -> list[Step]:
-        return [step for slot in range(self.plan.ranks) for step in self.steps(slot)]
+        return read(self.folder)
 
     def reach(self, cursor: int, *members: int, seconds: float = FIRST_STEP_SECONDS) -> Step:
         """Wait for a step at or past `cursor`, by exactly these members where they are given."""
@@ -281,23 +247,15 @@ class Members:
 
         A step that one rank committed is what all that go on committed, in every bit.
         """
-        by_cursor: dict[int, Step] = {}
-        for step in sorted(self.all_steps(), key=lambda step: step.at):
-            known = by_cursor.setdefault(step.cursor, step)
-            assert known.hash == step.hash, f"step {step.cursor}: {known} and {step}\n{self.log}"
-        assert sorted(by_cursor) == list(range(1, until + 1))
+        steps = self.all_steps()
+        assert not (found := disagreements(steps)), f"{found}\n{self.log}"
+        by_cursor = {step.cursor: step for step in steps}
+        assert max(by_cursor) == until
         return by_cursor
 
     def phases(self) -> list[tuple[list[int], int]]:
         """The memberships in force, and how many steps each committed."""
-        found: list[tuple[list[int], int]] = []
-        steps = {step.cursor: step for step in self.all_steps()}
-        for cursor in sorted(steps):
-            members = steps[cursor].members
-            if not found or found[-1][0] != members:
-                found.append((members, 0))
-            found[-1] = (members, found[-1][1] + 1)
-        return found
+        return phases(self.all_steps())
 
 
 def plan_of(folder: Path, config: Config, *, corpus: Path, steps: int, **options: Any) -> Plan:

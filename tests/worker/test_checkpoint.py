@@ -6,6 +6,8 @@ Compared with: the exception that was raised. Run alone: pytest tests/worker/tes
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 
 from loco.errors import LocoError
 from loco.inner.groups import Group
-from worker.checkpoint import KINDS, Checkpoints, Position
+from worker import checkpoint
+from worker.checkpoint import KEEP, KINDS, Checkpoints, Position
 from worker.exchange import OuterState
 from worker.site import Site
 
@@ -31,10 +34,11 @@ def checkpoints(directory: Path) -> Checkpoints:
     return Checkpoints(directory, site, run_id="run", name="paris")
 
 
-def save(directory: Path) -> None:
+def save(directory: Path, round_: int = AT.round) -> None:
     rows = torch.ones(4096)
     state = OuterState(theta=rows, error_feedback=2 * rows, params=3 * rows)
-    checkpoints(directory).save(AT, state, OPTIMIZER, ROWS, num_rows=1)
+    at = replace(AT, round=round_)
+    checkpoints(directory).save(at, state, OPTIMIZER, ROWS, num_rows=1)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +83,39 @@ def test_its_files_execute_nothing(tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     assert not any(path.read_bytes().startswith(b"\x80") for path in files)
+
+
+def test_a_leader_that_slept_and_the_one_after_it_remove_the_same_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchft another rank leads while one is stopped in the middle of a checkpoint."""
+    for round_ in range(KEEP):
+        save(tmp_path, round_)
+    remove = shutil.rmtree
+
+    def remove_after_the_other(directory: Path, **options: bool) -> None:
+        remove(directory, ignore_errors=True)
+        remove(directory, **options)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", remove_after_the_other)
+    save(tmp_path, KEEP)
+    names = [f"round-{round_:08d}" for round_ in range(1, KEEP + 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_what_was_given_up_in_the_middle_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    """A rank died while all wrote round 2: its bytes must not stay for ever."""
+    (tmp_path / "round-00000002.partial" / "rank-0").mkdir(parents=True)
+    (tmp_path / "round-00000009.partial").mkdir()
+    save(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["round-00000003", "round-00000009.partial"]
+
+
+def test_a_checkpoint_that_another_leader_took_away_is_a_failure_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that under torchft the group learns of it and its members meet; no traceback."""
+    monkeypatch.setattr(checkpoint, "_sync_all", shutil.rmtree)
+    with pytest.raises(LocoError, match=r"cannot finish the checkpoint .*round-00000003"):
+        save(tmp_path)

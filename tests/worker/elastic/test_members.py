@@ -50,18 +50,21 @@ def config(batch: int = 6, **inner: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("inner", "backup"),
-    [(DENSE, False), (SCAPE, True), (PAPER, True)],
-    ids=["dense", "scape", "paper"],
+    "inner",
+    [SCAPE, PAPER],
+    ids=["scape", "paper"],
 )
 def test_killed_at_random_and_back_every_bit_is_that_of_calm_runs(
-    tmp_path: Path, corpus: Path, inner: dict[str, Any], backup: bool
+    tmp_path: Path, corpus: Path, inner: dict[str, Any]
 ) -> None:
-    """3 -> 2 by SIGKILL -> 3 by its successor; the others go on within time-out + 1 s."""
+    """3 -> 2 by SIGKILL -> 3 by its successor; the others go on within time-out + 1 s.
+
+    What is dense is in 1 -> 2 -> 3 -> 2 -> 3 below.
+    """
     steps = 120
     plan = plan_of(
         tmp_path / "site", config(**inner), corpus=corpus, steps=steps, ranks=3,
-        shard_backup=backup, step_seconds=0.05,
+        shard_backup=True, step_seconds=0.05,
     )  # fmt: skip
     moment = random.Random(0).uniform(0.0, 0.1)
     with Members(tmp_path / "site", plan) as site:

@@ -111,12 +111,17 @@ def test_an_end_in_the_middle_is_a_lost_connection() -> None:
         wire.receive_tensor(peer, torch.empty(5000), "x")
 
 
-def test_nothing_between_ranks_is_pickled() -> None:
-    """Neither by us nor by torchft's Manager, whose transports unpickle what a peer sends."""
-    forbidden = {"pickle", "torchft", "torchft.manager", "torchft.checkpointing", "shelve", "dill"}
-    for path in (Path(wire.__file__).parent).glob("*.py"):
+def test_nothing_between_ranks_is_pickled_and_of_torchft_only_membership_is_used() -> None:
+    """Its Manager unpickles, its DiLoCo loses buckets, its baby groups take seconds a step."""
+    forbidden = {"pickle", "torchft", "shelve", "dill"}
+    allowed = {"torchft.coordination", "torchft.process_group"}
+    for path in (Path(wire.__file__).parents[1]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             assert not forbidden & set(names), f"{path.name} imports {names}"
+            of_torchft = {name for name in names if name.startswith("torchft.")}
+            assert of_torchft <= allowed, f"{path.name} imports {of_torchft}"
+            if of_torchft and isinstance(node, ast.ImportFrom):
+                assert not any("Baby" in alias.name for alias in node.names), path
