@@ -10,7 +10,7 @@ PROTO := proto/loco/wire/v1/coordinator.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-.PHONY: setup demo system test check format dashboards docs proto fuzz-wire bench bench-codec bench-scape bench-rounds chaos evidence clean help
+.PHONY: setup demo system test check format dashboards docs proto fuzz-wire bench bench-codec bench-scape bench-rounds bench-torchft chaos evidence evidence-torchft clean help
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -45,7 +45,7 @@ check: $(READY) ## lint, types, import rules, wire format, generated code
 	diff -r -x __init__.py -x __pycache__ build/proto/loco/wire/v1 $(GENERATED) \
 		|| { echo "generated code is stale: run make proto and commit"; exit 1; }
 
-bench: bench-codec bench-scape bench-rounds ## speed, each with its rivals in the same run
+bench: bench-codec bench-scape bench-rounds bench-torchft ## speed, each with its rivals in the same run
 
 bench-codec: $(READY) ## bits, error, speed and memory of the codec
 	$(BIN)/python -m benchmarks.codec
@@ -72,6 +72,14 @@ proto: $(READY) ## regenerate the gRPC code
 
 evidence: $(READY) ## measure again what README's tables show, small, and rewrite them (root; 40 minutes)
 	$(BIN)/python -m benchmarks.evidence
+
+bench-torchft: $(READY) ## what membership costs a step, and what a rank that joins does (6 minutes)
+	$(BIN)/python -m benchmarks.torchft_cost --json
+	$(BIN)/python -m benchmarks.torchft_heal --json
+
+evidence-torchft: $(READY) ## 500 steps with members 1 -> 2 -> 3 -> 2 -> 3, every bit; 18 faults of ranks (20 minutes)
+	LOCO_MEMBER_STEPS=500 $(BIN)/python -m pytest tests/worker/elastic/test_members.py -k 1_2_3_2_3
+	$(BIN)/python -m tests.chaos --runs torchft --faults 18 --seed 1 --json
 
 chaos: $(READY) ## real processes, 200 faults, and what became of the run (root; 30-60 minutes)
 	$(BIN)/python -m tests.chaos --faults 200 --seed 1 --json

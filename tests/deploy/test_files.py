@@ -64,6 +64,21 @@ def test_the_image_is_built_from_what_the_context_holds() -> None:
     assert all((ROOT / name).exists() for name in allowed)
 
 
+def test_the_image_for_aarch64_builds_the_torchft_that_the_project_asks_for() -> None:
+    """It has no wheel there; from source it needs Rust and protoc. Not built in these tests."""
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    (wanted,) = re.findall(r"'torchft>=([\d.]+); platform_machine == \"x86_64\"", project)
+    assert set(re.findall(r"^ARG TORCHFT=(.+)$", dockerfile, re.M)) == {wanted}
+    stages = re.split(r"^FROM ", dockerfile, flags=re.M)
+    (stage,) = (text for text in stages if " AS torchft-arm64" in text)
+    assert stage.startswith("rust:")
+    assert "protobuf-compiler" in stage
+    assert "--no-binary torchft" in stage
+    assert "FROM torchft-${TARGETARCH} AS torchft\n" in dockerfile
+    assert "/wheels/torchft-*.whl" in dockerfile
+
+
 def test_compose_by_its_schema() -> None:
     compose = str(DEPLOY / "compose" / "compose.yaml")
     run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", compose)

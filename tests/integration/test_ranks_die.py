@@ -77,6 +77,7 @@ def test_the_leader_dies_and_another_and_no_round_is_lost(tmp_path: Path, sync: 
     check(status, rounds)
     assert "starting it again" in site.output
     assert "lost and count as zero" not in site.output
+    assert "torchft::" not in site.output, "Rust's log of each quorum"
 
 
 def test_all_die_at_once_and_the_site_resumes_from_its_checkpoint(tmp_path: Path) -> None:

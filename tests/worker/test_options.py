@@ -5,6 +5,7 @@ Compared with: the real command-line parser. Run alone: pytest tests/worker/test
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import typer
 from loco.cli import run
 from loco.errors import ConfigError
 from worker.__main__ import app
+from worker.cli import _tolerates_faults
 from worker.options import Elastic, Options
 
 MINIMAL = Options(
@@ -151,3 +153,16 @@ def test_a_number_out_of_range_in_the_settings_is_refused_by_its_flag(
     (tmp_path / "site.toml").write_text(SETTINGS.replace("rank_timeout = 2", "rank_timeout = 0.1"))
     assert run(app, ["--settings", str(tmp_path / "site.toml")]) == 2
     assert "--rank-timeout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("choice", ["torchft", "none"])
+def test_otel_which_ends_the_import_of_torchft_is_left_out_with_a_line(
+    choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchft 0.2.0 asks for an abstract class of today's opentelemetry."""
+    monkeypatch.setattr("worker.elastic.quorum.is_installed", lambda: True)
+    monkeypatch.setattr("worker.cli.start_logging", lambda _who: None)
+    monkeypatch.setenv("TORCHFT_USE_OTEL", "true")
+    assert _tolerates_faults(choice) == (choice == "torchft")
+    assert ("TORCHFT_USE_OTEL is set and left out" in caplog.text) == (choice == "torchft")
+    assert ("TORCHFT_USE_OTEL" in os.environ) == (choice == "none")
