@@ -13,19 +13,25 @@ from __future__ import annotations
 import importlib.util
 import logging
 import secrets
+import select
+import socket
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from loco.errors import ConfigError, UnreachableError
+from loco.wire.protocol import split_address
 
 log = logging.getLogger("loco.worker")
 
 HEARTBEAT_INTERVAL = timedelta(milliseconds=100)
-ASK_SECONDS = 2.0  # one call; the lighthouse may let it wait for members that are still busy
+CONNECT_SECONDS = 2.0
+ASK_SECONDS = 120.0  # one call; more than the lighthouse lets anyone wait (JOIN_TIMEOUT_MS)
+LOOK_SECONDS = 0.2  # between two looks at whether the lighthouse still lives
+AGAIN_SECONDS = 0.1
 SAY_SECONDS = 5.0
 MISSING = (
     "torchft is not installed here (it has no wheel for aarch64 or Python 3.14; see "
@@ -85,8 +91,12 @@ class Quorum:
 class Lighthouse:
     """This member's line to the lighthouse; heartbeats begin with the first `ask`.
 
-    On failure of the lighthouse `ask` waits for it, says so every 5 s, and raises UnreachableError
-    after `patience_seconds`.
+    A call is never given up while the lighthouse lives: the answer might just come, and who asks
+    again waits for members that have theirs. On the other hand torchft's manager leaves a call for
+    ever without an answer when the lighthouse dies; so a connection of our own tells that.
+
+    On failure of the lighthouse it is waited for, which is said every 5 s, and UnreachableError is
+    raised after `patience_seconds`.
     """
 
     def __init__(self, address: str, me: Member, *, patience_seconds: float) -> None:
@@ -95,27 +105,11 @@ class Lighthouse:
         self._patience_seconds = patience_seconds
         self._server: Any = None
         self._client: Any = None
+        self._line: socket.socket | None = None
+        """Carries nothing; it breaks when the lighthouse does."""
         self._failures = 0
-        self._beside: Future[Quorum] | None = None
-        self._closed = False
-
-    def ask_beside(self, version: int) -> None:
-        """Ask in a thread, while the step is computed; `answer` has what came of it."""
-        assert self._beside is None
-        self._beside = future = Future[Quorum]()
-
-        def run() -> None:
-            try:
-                future.set_result(self.ask(version, anew=False))
-            except Exception as error:  # `answer` raises it
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="quorum", daemon=True).start()
-
-    def answer(self) -> Quorum | None:
-        """What `ask_beside` found, once; blocks for it, raises as `ask`. None: nobody asked."""
-        future, self._beside = self._beside, None
-        return None if future is None else future.result()
+        self._version = 0
+        self._call: Future[Quorum] | None = None
 
     def ask(self, version: int, *, anew: bool) -> Quorum:
         """Everyone who asks now; blocks until all living members do.
@@ -124,29 +118,67 @@ class Lighthouse:
             version: of this member's state, for the lighthouse's page only.
             anew: the last group broke; the lighthouse then counts a new quorum for all.
         """
-        self._failures = self._failures + 1 if anew else 0
-        started = said = time.monotonic()
-        while True:
-            try:
-                return self._ask(max(0, version))
-            except (RuntimeError, TimeoutError) as error:
-                now = time.monotonic()
-                if self._closed or now - started > self._patience_seconds:
-                    raise UnreachableError(
-                        f"the lighthouse at {self._address} did not answer for "
-                        f"{now - started:.0f} s ({error}): check that it runs"
-                    ) from error
-                if now - said > SAY_SECONDS:
-                    said = now
-                    log.warning("no quorum for %.0f s: %s", now - started, error)
-                time.sleep(0.1)
+        self.ask_beside(version, anew=anew)
+        quorum = self.answer()
+        assert quorum is not None
+        return quorum
 
-    def _ask(self, version: int) -> Quorum:
+    def ask_beside(self, version: int, *, anew: bool = False) -> None:
+        """As `ask`, in a thread, while a step is computed; `answer` has what came of it."""
+        assert self._call is None
+        self._failures = self._failures + 1 if anew else 0
+        self._version = max(0, version)
+        self._call = self._start_call()
+
+    def answer(self) -> Quorum | None:
+        """What `ask_beside` found, once; blocks for it, raises as `ask`. None: nobody asked."""
+        call, self._call = self._call, None
+        if call is None:
+            return None
+        started = said = time.monotonic()
+        why = ""
+        while True:
+            wait([call], LOOK_SECONDS)
+            if call.done():
+                try:
+                    return call.result()
+                except (RuntimeError, OSError) as error:
+                    why = str(error)
+            if call.done() or self._is_broken():
+                self._hang_up()
+                self._check_patience(time.monotonic() - started, why)
+                time.sleep(AGAIN_SECONDS)
+                call = self._start_call()
+            if time.monotonic() - said > SAY_SECONDS:
+                said = time.monotonic()
+                why = why or "a rank that lives has not asked yet"
+                log.warning("no quorum for %.0f s: %s", said - started, why)
+
+    def _check_patience(self, seconds: float, why: str) -> None:
+        if seconds > self._patience_seconds:
+            raise UnreachableError(
+                f"the lighthouse at {self._address} did not answer for {seconds:.0f} s "
+                f"({why or 'it has gone'}): check that it runs"
+            )
+
+    def _start_call(self) -> Future[Quorum]:
+        call = Future[Quorum]()
+
+        def run() -> None:
+            try:
+                call.set_result(self._ask())
+            except Exception as error:  # `answer` looks at it
+                call.set_exception(error)
+
+        threading.Thread(target=run, name="quorum", daemon=True).start()
+        return call
+
+    def _ask(self) -> Quorum:
         if self._server is None:
             self._dial()
         answer = self._client._quorum(
             group_rank=0,
-            step=version,
+            step=self._version,
             checkpoint_metadata="",
             shrink_only=False,
             timeout=timedelta(seconds=ASK_SECONDS),
@@ -159,24 +191,55 @@ class Lighthouse:
     def _dial(self) -> None:
         from torchft.coordination import ManagerClient, ManagerServer
 
+        line = socket.create_connection(split_address(self._address), CONNECT_SECONDS)
+        end_when_silent(line)
         host = self._me.address.rpartition(":")[0]
-        limit = timedelta(seconds=ASK_SECONDS)
-        self._server = ManagerServer(
-            replica_id=self._me.id,
-            lighthouse_addr=f"http://{self._address}",
-            hostname=host,
-            bind=f"{host}:0",
-            store_addr=self._me.address,
-            world_size=1,
-            heartbeat_interval=HEARTBEAT_INTERVAL,
-            connect_timeout=limit,
-            quorum_retries=0,
-        )
-        self._client = ManagerClient(self._server.address(), connect_timeout=limit)
+        limit = timedelta(seconds=CONNECT_SECONDS)
+        try:
+            self._server = ManagerServer(
+                replica_id=self._me.id,
+                lighthouse_addr=f"http://{self._address}",
+                hostname=host,
+                bind=f"{host}:0",
+                store_addr=self._me.address,
+                world_size=1,
+                heartbeat_interval=HEARTBEAT_INTERVAL,
+                connect_timeout=limit,
+                quorum_retries=0,
+            )
+            self._client = ManagerClient(self._server.address(), connect_timeout=limit)
+        except BaseException:
+            line.close()
+            raise
+        self._line = line  # last: what is not dialled yet cannot be hung up
 
-    def close(self) -> None:
-        """No more heartbeats: the others go on without this member."""
-        self._closed = True
+    def _is_broken(self) -> bool:
+        """Whether the lighthouse of the call that waits has died."""
+        line = self._line
+        if line is None or not select.select([line], [], [], 0)[0]:
+            return False
+        try:
+            return not line.recv(4096)
+        except OSError:
+            return True
+
+    def _hang_up(self) -> None:
+        """The next call dials anew; one that still waits is not listened to any more."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
         if self._server is not None:
             self._server.shutdown()
             self._server = None
+
+    def close(self) -> None:
+        """No more heartbeats: the others go on without this member."""
+        self._hang_up()
+
+
+def end_when_silent(line: socket.socket) -> None:
+    """Make a connection break within ten seconds when the other end's machine is gone."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # Linux
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)

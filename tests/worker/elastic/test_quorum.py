@@ -136,6 +136,20 @@ def test_the_answer_of_one_step_is_the_same_for_all_and_waits_beside_it(lamp: La
     close([*lines, third])
 
 
+def test_an_answer_is_not_lost_because_it_took_long(lamp: Lamp) -> None:
+    """A call given up just before its answer left one rank asking and the others at the meeting."""
+    lamp.light()
+    lines = members(lamp, 0, 1)
+    all_ask(lines)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(lines[0].ask, 1, anew=False)
+        time.sleep(4.5)  # heartbeats go on, so the other is waited for
+        assert not first.done()
+        second = lines[1].ask(1, anew=False)
+        assert first.result(1.0) == second
+    close(lines)
+
+
 def test_ids_sort_by_slot_also_as_text_and_a_stranger_is_named() -> None:
     """torchft sorts ids as text: replica_10 before replica_2."""
     several = [Member.new(slot, "10.0.0.1:7") for slot in (2, 10, 100)]
