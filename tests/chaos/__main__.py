@@ -148,7 +148,7 @@ def settle_ranks(site: ElasticSite, events: list[Event], outcome: Outcome) -> No
     told = site.steps()
     outcome.steps_compared += len(told)
     outcome.measured |= site.measured
-    outcome.failures += steps.disagreements(told)
+    outcome.failures += site.late + steps.disagreements(told)
     closed = [event for event in events if isinstance(event, RoundClosed)]
     outcome.failures += [
         f"round {event.round} closed without {site.name}"

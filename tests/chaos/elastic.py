@@ -38,6 +38,8 @@ class ElasticSite(SiteProcess):
         self._folder.mkdir()
         self.measured: dict[str, list[float]] = {}
         """Seconds, by what was measured."""
+        self.late: list[str] = []
+        """What took longer than its bound."""
 
     # --- its processes --------------------------------------------------------------------------
 
@@ -141,7 +143,8 @@ class ElasticSite(SiteProcess):
         return min(step.at for step in seen.values())
 
     def goes_on(self, *members: int, since: float, what: str, within: float) -> None:
-        """As `trains`, and the time is held against a bound."""
+        """As `trains`, and the time is held against a bound; the run goes on all the same."""
         seconds = self.trains(*members, since=since, what=what) - since
         self.measured.setdefault(what, []).append(seconds)
-        assert seconds < within, f"{what} took {seconds:.1f} s, allowed are {within:g} s"
+        if seconds >= within:
+            self.late.append(f"{what} took {seconds:.1f} s, allowed are {within:g} s")
