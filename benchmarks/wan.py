@@ -7,7 +7,8 @@ SparseLoCo waiting for its update, SparseLoCo with the exchange behind inner ste
 ours, and torchft's DiLoCo with one bucket and with one call a tensor. loco's sites talk mutual TLS,
 torchft has none. For each: the share of time spent in inner steps, seconds a round spent on
 anything else, and bytes a round at a site's card; of transfers that are calls by themselves also
-bytes, seconds, and the share of the link's rate that they reach.
+bytes, seconds, and the share of the link's rate that they reach: with what the coordinator does
+before its answer (goodput_over_link_rate), and while bytes move (line_share).
 """
 
 from __future__ import annotations
@@ -107,9 +108,13 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
     for way in ("upload", "download"):
         if f"{way}_seconds" in mean:
             # The first byte needs half a round trip, the answer or the request the other half.
-            line_seconds = mean[f"{way}_seconds"] - args.rtt_ms / 1e3
-            rate = 8 * mean[f"{way}_bytes"] / line_seconds
-            mean[f"{way}_goodput_over_link_rate"] = rate / (args.mbit * 1e6)
+            seconds = mean[f"{way}_seconds"] - args.rtt_ms / 1e3
+            rate = 8 * mean[f"{way}_bytes"] / (args.mbit * 1e6)
+            mean[f"{way}_goodput_over_link_rate"] = rate / seconds
+            # What is asked for comes a round trip later; what is sent begins at once.
+            line_seconds = mean[f"{way}_line_seconds"]
+            line_seconds -= args.rtt_ms / 1e3 if way == "download" else 0.0
+            mean[f"{way}_line_share"] = rate / line_seconds
     return {**mean, "wall_seconds": time.monotonic() - started}
 
 

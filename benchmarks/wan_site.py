@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,19 +27,37 @@ from loco.model import build_model
 
 WARM_UP_ROUNDS = 2
 """Rounds before anything counts: connections open, windows grow, kernels compile."""
+WATCH_SECONDS, BULK_BYTES = 0.01, 64 * 1024  # a look at the card; more than acknowledgements take
 
 
 class Transfers:
-    """When each round's shards and update were on their way, and how many bytes they had."""
+    """When each round's shards or update were on their way, and how many bytes they had.
 
-    def __init__(self) -> None:
+    `counter` is what the card counts of it: 0 sent, 1 received bytes.
+    """
+
+    def __init__(self, counter: int) -> None:
         self.begun: dict[int, float] = {}
         self.ended: dict[int, float] = {}
+        self.moved: dict[int, float] = {}
         self.bytes: Counter[int] = Counter()
+        self._counter = counter
 
     def begin(self, round_: int) -> None:
         """Of several parts only the first one counts."""
-        self.begun.setdefault(round_, time.monotonic())
+        if round_ not in self.begun:
+            self.begun[round_] = self.moved[round_] = time.monotonic()
+            threading.Thread(target=self._watch, args=(round_,), daemon=True).start()
+
+    def _watch(self, round_: int) -> None:
+        """When bulk last passed the card: what comes after it is no transfer any more."""
+        last = card()[self._counter]
+        while round_ not in self.ended:
+            time.sleep(WATCH_SECONDS)
+            now = card()[self._counter]
+            if now - last > BULK_BYTES:
+                self.moved[round_] = time.monotonic()
+            last = now
 
     def end(self, round_: int, num_bytes: int) -> None:
         self.ended[round_] = time.monotonic()
@@ -50,8 +69,13 @@ class Transfers:
         if not rounds:
             return {}
         seconds = statistics.median(self.ended[r] - self.begun[r] for r in rounds)
+        line_seconds = statistics.median(self.moved[r] - self.begun[r] for r in rounds)
         size = statistics.median(self.bytes[r] for r in rounds)
-        return {f"{name}_bytes": size, f"{name}_seconds": seconds}
+        return {
+            f"{name}_bytes": size,
+            f"{name}_seconds": seconds,
+            f"{name}_line_seconds": line_seconds,
+        }
 
 
 class Pace:
@@ -66,7 +90,7 @@ class Pace:
         self.steps: list[tuple[float, float]] = []
         self.cpu: list[tuple[float, float]] = []
         self.counters: list[tuple[int, int]] = []
-        self.uploads, self.downloads = Transfers(), Transfers()
+        self.uploads, self.downloads = Transfers(0), Transfers(1)
 
     @torch.no_grad()
     def step(self) -> None:
