@@ -364,9 +364,13 @@ def test_a_wrong_join_is_refused(
 
 def test_a_site_that_joins_again_and_again_is_soon_told_to_wait(coordinator: Coordinator) -> None:
     """Each time is journaled and wakes all sites that wait: it counts as 20 of 100 requests."""
-    with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
+
+    def join_often(kyoto: Member) -> None:
         for life in range(50):
             kyoto.join(instance=f"life {life}")
+
+    with Member(coordinator, "kyoto") as kyoto, pytest.raises(grpc.RpcError) as caught:
+        join_often(kyoto)
     assert refusal(caught.value)[0] == "rate"
 
 

@@ -136,6 +136,7 @@ def test_the_services_come_up_secured_and_train(machine: Machine) -> None:
         lambda: machine.healthy() or coordinator.popen.poll() is not None, "healthy", SECONDS
     )
     assert coordinator.popen.poll() is None, coordinator.output
+    assert "taken for revoked" not in coordinator.output  # it has the list
     machine.prometheus()
     sites = [machine.start(name) for name in ("paris", "oslo")]
     for site in sites:
