@@ -40,15 +40,24 @@ _IFF_TUN_NO_PI = 0x1001
 class Wan(Namespaces):
     """Hosts whose links carry `mbit` Mbit/s each way; any two are `rtt_ms` milliseconds apart.
 
-    `loss` is the share of packets that the line drops, in [0, 1); `mtu` is in bytes.
+    `loss` is the share of packets that the line drops, in [0, 1); `mtu` is in bytes; `congestion`
+    is TCP's congestion control (the machine's if None), one of its tcp_allowed_congestion_control.
     """
 
     def __init__(
-        self, num_hosts: int, *, mbit: float, rtt_ms: float, loss: float = 0.0, mtu: int = 1500
+        self,
+        num_hosts: int,
+        *,
+        mbit: float,
+        rtt_ms: float,
+        loss: float = 0.0,
+        mtu: int = 1500,
+        congestion: str | None = None,
     ) -> None:
         super().__init__(num_hosts)
         self._line = [f"--mbit={mbit}", f"--rtt-ms={rtt_ms}", f"--loss={loss}"]
         self._mtu = mtu
+        self._congestion = congestion
         self._emulator: subprocess.Popen[Any] | None = None
 
     def address(self, host: int) -> str:
@@ -93,6 +102,9 @@ class Wan(Namespaces):
             "txqueuelen", str(TUN_QUEUE_PACKETS), "up",
         )  # fmt: skip
         run_tool("ip", "-n", name, "link", "set", "lo", "up")
+        if self._congestion is not None:
+            setting = f"net.ipv4.tcp_congestion_control={self._congestion}"
+            run_tool("ip", "netns", "exec", name, "sysctl", "--quiet", "--write", setting)
 
 
 # --- the emulator's process -----------------------------------------------------------------------

@@ -53,6 +53,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rtt-ms", type=float, default=50, help="between any two hosts")
     parser.add_argument("--loss", type=float, default=0.0, help="share of packets")
     parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument(
+        "--congestion", choices=("bbr", "cubic"), help="TCP's control; default: this machine's"
+    )
     parser.add_argument("--params", type=float, default=834e3)
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--step-ms", type=float, default=50)
@@ -75,7 +78,14 @@ def parse() -> argparse.Namespace:
 def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
     """One method on a fresh network; means over the sites."""
     names = SITE_NAMES[: args.sites]
-    wan = Wan(1 + args.sites, mbit=args.mbit, rtt_ms=args.rtt_ms, loss=args.loss, mtu=args.mtu)
+    wan = Wan(
+        1 + args.sites,
+        mbit=args.mbit,
+        rtt_ms=args.rtt_ms,
+        loss=args.loss,
+        mtu=args.mtu,
+        congestion=args.congestion,
+    )
     with tempfile.TemporaryDirectory() as folder, wan:
         config = Path(folder) / "run.toml"
         config.write_text(tomli_w.dumps(config_of(method, args).model_dump(exclude_none=True)))

@@ -133,6 +133,9 @@ def plan(
         float | None, typer.Option(help="The coordinator's link, which all sites share.")
     ] = None,
     rtt_ms: Annotated[float, typer.Option(help="Round trip to the coordinator, ms.")] = 50.0,
+    congestion: Annotated[
+        str, typer.Option(help="TCP's congestion control at both ends: cubic (Linux's) or bbr.")
+    ] = "cubic",
     k: Annotated[int, typer.Option(help="Values kept of each chunk of 4096.")] = 64,
     k_sites: Annotated[int, typer.Option(help="Sites that send so many; more share them.")] = 3,
     bits: Annotated[int, typer.Option(help="Bits of a sent value: 1, 2, or 32 for dense.")] = 2,
@@ -170,6 +173,7 @@ def plan(
         down_mbit=mbit if mbit_down is None else mbit_down,
         coordinator_mbit=coordinator_mbit,
         rtt_ms=rtt_ms,
+        congestion=congestion,
     )
     if config is not None:
         setting = plan_view.setting_of_config(config, setting)

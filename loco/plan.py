@@ -30,6 +30,7 @@ BLOCK_FRAME_BYTES = 24  # around each block of a transfer
 ENVELOPE_BYTES = 110  # an upload's header, counted at a coordinator's transport
 FIRST_WINDOW_BYTES = 14_600  # TCP's first flight: ten segments (RFC 6928)
 ROUND_TRIPS = 1  # upload, and the update in answer; a large update is pulled: one more
+CONGESTION = ("cubic", "bbr")
 TARGET = 0.95  # utilisation that advice aims at
 MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
 
@@ -62,6 +63,9 @@ class Setting:
     coordinator_mbit: float | None
     """Link of the coordinator, which all sites share; None: it is never the narrow one."""
     rtt_ms: float
+    congestion: str = "cubic"
+    """TCP's congestion control at both ends, one of `CONGESTION`: Linux's own, which begins slowly
+    again after each pause, or bbr, which remembers the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,8 @@ def check(setting: Setting) -> None:
             raise ConfigError(f"{flag} {value:g} is out of range: {low:g} to {high:g}")
     if setting.bits not in (1, 2, DENSE_BITS):
         raise ConfigError(f"--bits {setting.bits} is not known: use 1, 2, or 32 for dense")
+    if setting.congestion not in CONGESTION:
+        raise ConfigError(f"--congestion {setting.congestion} is not known: use cubic or bbr")
 
 
 def predict(setting: Setting) -> Prediction:
@@ -221,6 +227,12 @@ def advice(setting: Setting) -> list[str]:
             f"{key} = {value} makes it {then.utilisation:.0%}, "
             f"and a site sends {then.bytes_up / now.bytes_up:.0%} of the bytes"
         )
+    quick = predict(replace(setting, congestion="bbr"))
+    if quick.exchange_seconds < 0.8 * now.exchange_seconds:
+        lines.append(
+            "net.ipv4.tcp_congestion_control = bbr, on this host and the coordinator's, makes it "
+            f"{quick.utilisation:.0%}: TCP does not begin slowly in each round"
+        )
     if setting.ranks == 1 and now.bound_by == "codec":
         lines.append("more ranks a site share the coding: see --ranks")
     return lines
@@ -266,7 +278,9 @@ def _latency_seconds(setting: Setting, up: int, down: int) -> float:
     trips = float(ROUND_TRIPS + (down > INLINE_UPDATE_BYTES))
     for num_bytes, mbit in ((up, setting.up_mbit), (down, setting.down_mbit)):
         in_flight = min(num_bytes, mbit * 1e6 / 8 * rtt)
-        trips += math.log2(max(1.0, in_flight / FIRST_WINDOW_BYTES))
+        doublings = math.log2(max(1.0, in_flight / FIRST_WINDOW_BYTES))
+        # bbr: one trip more or less, as measured (docs/results/wan_cpu_2026-11-30.md).
+        trips += doublings if setting.congestion == "cubic" else min(1.0, doublings)
     return trips * rtt
 
 

@@ -194,6 +194,7 @@ class Run:
             down_mbit=_mbit(self.way.down_bytes_per_second),
             coordinator_mbit=None,
             rtt_ms=self.way.rtt_seconds * 1e3,
+            congestion=_congestion(),
         )
         p = predict(setting)
         cost = (
@@ -232,6 +233,12 @@ class Run:
 def _failed(check: str, error: LocoError) -> Finding:
     """Its message names the way out already."""
     return fail(check, str(error), "", exit_code=error.exit_code)
+
+
+def _congestion() -> str:
+    """What `loco plan` takes TCP's congestion control of this host for."""
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return "bbr" if control.exists() and "bbr" in control.read_text() else "cubic"
 
 
 def _mbit(bytes_per_second: float) -> float:
