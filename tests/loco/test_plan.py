@@ -170,7 +170,7 @@ def test_who_follows_the_advice_reaches_what_it_says() -> None:
 
 
 def test_slow_start_is_told_from_a_line_that_is_known() -> None:
-    """188 kB are four flights of cubic's and one trip more of bbr's; below a flight both are one."""
+    """188 kB are four flights of cubic's, one trip more of bbr's; below a flight both are one."""
     far = replace(SETTING, layout=Layout.of([("w", (10_000_000,))]), rtt_ms=100.0)
     slow, quick = predict(far), predict(replace(far, congestion="bbr"))
     assert quick.latency_seconds == pytest.approx(0.1 * (1 + 2))
