@@ -247,6 +247,10 @@ SECTION_OF = {
     if field.annotation is not None
 } | {"Density": "codec", "Alpha": "outer"}  # protocols of loco.outer, which imports no config
 
+FOR_PEOPLE = {  # to show a value is not to obey it
+    "coordinator/monitor.py", "loco/demo/report.py", "loco/doctor/run.py", "loco/plan_view.py",
+}  # fmt: skip
+
 
 def section_of(node: ast.expr, known: dict[str, str]) -> str | None:
     """The section that an expression stands for: `config.inner`, or a name that holds it."""
@@ -291,7 +295,7 @@ def test_every_key_is_read_by_the_code() -> None:
     read: set[str] = set()
     for package in ("loco", "coordinator", "worker"):
         for path in (ROOT / package).rglob("*.py"):
-            if path != ROOT / "loco" / "config.py":
+            if str(path.relative_to(ROOT)) not in FOR_PEOPLE | {"loco/config.py"}:
                 read |= keys_read(path.read_text(encoding="utf-8"))
     assert set(keys(Config)) - read == set()
 
