@@ -183,10 +183,10 @@ class Exchange:
         """
         if not keep_progress:
             self._write_rows(self._theta)
-        elif self._config.outer.fragments > 1:
-            self._write_rows(self._with_progress())
         elif self._site.group.size == 1:
             self._move_parameters()
+        elif self._config.outer.fragments > 1:
+            self._write_rows(self._with_progress())
         else:
             rows = self._read_rows(np.zeros_like(self._theta))
             rows -= self._anchor
@@ -379,13 +379,20 @@ class Exchange:
                 parameter.copy_(whole[here].view(parameter.shape))
 
     def _move_parameters(self) -> None:
-        """params <- theta + (params - anchor), in place, where this rank holds all rows."""
+        """params <- theta + (params - anchor), in place, where this rank holds all rows.
+
+        As `_with_progress` where rounds exchange fragments; fresh memory is then one tensor's.
+        """
         theta, anchor = torch.from_numpy(self._theta), torch.from_numpy(self._anchor)
         with torch.no_grad():
             for parameter, here in self._whole_parameters():
                 shape, device = parameter.shape, parameter.device
-                parameter.sub_(anchor[here].view(shape).to(device))
-                parameter.add_(theta[here].view(shape).to(device))
+                then, now = (b[here].view(shape).to(device) for b in (anchor, theta))
+                if self._config.outer.fragments == 1:
+                    parameter.sub_(then).add_(now)
+                else:
+                    moved = (parameter - then).add_(now)
+                    parameter.copy_(torch.where(now == then, parameter, moved))
 
     def _whole_parameters(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Each trainable parameter, and its elements of the padded buffer."""
