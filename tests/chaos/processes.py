@@ -235,6 +235,10 @@ class SiteProcess(Process):
         flags = [part for item in options.items() for part in item]
         return [sys.executable, "-m", "loco", "worker", *flags, *more]
 
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(self.checkpoint.glob("round-????????"))
+
     def close(self) -> None:
         self.kill()
         self.proxy.close()
@@ -265,11 +269,16 @@ class World:
         self.coordinator.close()
 
     def start(self) -> None:
-        """Start everything and wait for the first committed round."""
+        """Start everything and wait for the first committed round, and all sites' checkpoints of it.
+
+        A site that dies before its first one comes back without its inner optimizer's state.
+        """
         self.coordinator.start()
         for site in self.sites.values():
             site.start()
         self.reach(1)
+        for site in self.sites.values():
+            until(lambda site=site: site.has_checkpoint, f"{site.name} has a checkpoint")
 
     def reach(self, round_: int) -> None:
         """Wait until the run is at this round; a process that died is said at once."""
