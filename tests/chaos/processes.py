@@ -269,7 +269,7 @@ class World:
         self.coordinator.close()
 
     def start(self) -> None:
-        """Start everything and wait for the first committed round, and all sites' checkpoints of it.
+        """Start everything; wait for the first committed round and every site's checkpoint of it.
 
         A site that dies before its first one comes back without its inner optimizer's state.
         """
