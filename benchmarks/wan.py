@@ -121,10 +121,10 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
             seconds = mean[f"{way}_seconds"] - args.rtt_ms / 1e3
             rate = 8 * mean[f"{way}_bytes"] / (args.mbit * 1e6)
             mean[f"{way}_goodput_over_link_rate"] = rate / seconds
+        if f"{way}_line_seconds" in mean:
             # What is asked for comes a round trip later; what is sent begins at once.
-            line_seconds = mean[f"{way}_line_seconds"]
-            line_seconds -= args.rtt_ms / 1e3 if way == "download" else 0.0
-            mean[f"{way}_line_share"] = rate / line_seconds
+            late = args.rtt_ms / 1e3 if way == "download" else 0.0
+            mean[f"{way}_line_share"] = rate / (mean[f"{way}_line_seconds"] - late)
     return {**mean, "wall_seconds": time.monotonic() - started}
 
 

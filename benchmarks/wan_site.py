@@ -28,6 +28,7 @@ from loco.model import build_model
 WARM_UP_ROUNDS = 2
 """Rounds before anything counts: connections open, windows grow, kernels compile."""
 WATCH_SECONDS, BULK_BYTES = 0.01, 64 * 1024  # a look at the card; more than acknowledgements take
+LONG_BYTES = 16 * 1024 * 1024  # so much is bulk whenever it is looked at
 
 
 class Transfers:
@@ -69,13 +70,12 @@ class Transfers:
         if not rounds:
             return {}
         seconds = statistics.median(self.ended[r] - self.begun[r] for r in rounds)
-        line_seconds = statistics.median(self.moved[r] - self.begun[r] for r in rounds)
         size = statistics.median(self.bytes[r] for r in rounds)
-        return {
-            f"{name}_bytes": size,
-            f"{name}_seconds": seconds,
-            f"{name}_line_seconds": line_seconds,
-        }
+        found = {f"{name}_bytes": size, f"{name}_seconds": seconds}
+        if size >= LONG_BYTES:
+            line_seconds = statistics.median(self.moved[r] - self.begun[r] for r in rounds)
+            found[f"{name}_line_seconds"] = line_seconds
+        return found
 
 
 class Pace:
