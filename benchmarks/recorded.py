@@ -9,6 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from loco.layout import Layout
+from loco.plan import Setting
+
+WAN_RUNS = (
+    "wan_834k_2026-11-30.json", "wan_10m_2026-11-30.json", "wan_10m_cubic_2026-11-30.json",
+)  # fmt: skip
 RESULTS = Path(__file__).parents[1] / "docs/results"
 
 
@@ -67,3 +73,29 @@ def wan_lines() -> list[str]:
         f"call a tensor), and {seconds['overlapped']:.2f} s with `outer.delay_steps = "
         f"{report['inner_steps']}`, which hides it behind the next inner steps.",
     ]
+
+
+def wan_setting(report: dict[str, Any]) -> Setting:
+    """What `loco plan` would be asked for a run of benchmarks.wan."""
+    return Setting(
+        layout=Layout.of([("parameters", (int(report["params"]),))]),
+        sites=report["sites"],
+        ranks=1,
+        k=report["k"],
+        k_sites=3,
+        bits=2,
+        inner_steps=report["inner_steps"],
+        fragments=1,
+        delay_steps=0,
+        step_seconds=report["step_ms"] / 1e3,
+        up_mbit=report["mbit"],
+        down_mbit=report["mbit"],
+        coordinator_mbit=None,
+        rtt_ms=report["rtt_ms"],
+        congestion=congestion(report),
+    )
+
+
+def congestion(report: dict[str, Any]) -> str:
+    """Of the hosts of such a run; where nothing was asked for it was that machine's."""
+    return str(report.get("congestion") or "bbr")

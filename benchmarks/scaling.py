@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from benchmarks.recorded import read
+from benchmarks.recorded import WAN_RUNS, congestion, read, wan_setting
 from coordinator.snapshots import KEEP as SNAPSHOTS_KEPT
 from loco.config import CodecConfig, StateConfig
 from loco.layout import Layout
@@ -129,25 +129,16 @@ def limits() -> list[str]:
 def measured() -> list[str]:
     """The formulas against the exchange over an emulated line (benchmarks.wan)."""
     lines = [
-        "| parameters | Mbit/s | round trip | exchange: formula | measured | up: formula "
-        "| measured, at the card | down: formula | measured |",
-        "| --- |" + " --- |" * 8,
+        "| parameters | Mbit/s | round trip | congestion control | exchange: formula | measured "
+        "| up: formula | measured, at the card | down: formula | measured |",
+        "| --- |" + " --- |" * 9,
     ]
-    for name in ("wan_834k_2026-11-30.json", "wan_10m_2026-11-30.json"):
-        report = read(name)
+    for report in map(read, WAN_RUNS):
         row = report["methods"]["blocking"]
-        p = predict(
-            Setting(
-                layout=Layout.of([("parameters", (int(report["params"]),))]),
-                sites=report["sites"], ranks=1, k=report["k"], k_sites=K_SITES, bits=2,
-                inner_steps=report["inner_steps"], fragments=1, delay_steps=0,
-                step_seconds=report["step_ms"] / 1e3, up_mbit=report["mbit"],
-                down_mbit=report["mbit"], coordinator_mbit=None, rtt_ms=report["rtt_ms"],
-            )
-        )  # fmt: skip
+        p = predict(wan_setting(report))
         lines.append(
             f"| {report['params'] / 1e6:.3g} M | {report['mbit']:g} | {report['rtt_ms']:g} ms "
-            f"| {p.exchange_seconds:.2f} s | {row['sync_seconds']:.2f} s "
+            f"| {congestion(report)} | {p.exchange_seconds:.2f} s | {row['sync_seconds']:.2f} s "
             f"| {human_bytes(p.bytes_up)} | {human_bytes(row['wire_bytes_up'])} "
             f"| {human_bytes(p.bytes_down)} | {human_bytes(row['wire_bytes_down'])} |"
         )

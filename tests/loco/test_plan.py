@@ -16,6 +16,7 @@ import torch
 from support.cluster import Cluster, run_loco
 from support.runs import Array, config_of, shard_body, vector
 
+from benchmarks.recorded import WAN_RUNS, read, wan_setting
 from loco import codec
 from loco.codec import HEADER_BYTES
 from loco.config import Config
@@ -270,30 +271,11 @@ def test_an_update_names_its_headers() -> None:
     assert two - single == pytest.approx(HEADER_BYTES + single / 1024, abs=8)
 
 
-@pytest.mark.parametrize("name", ["834k", "10m", "10m_cubic"])
+@pytest.mark.parametrize("name", WAN_RUNS)
 def test_the_wan_benchmark_measured_what_the_plan_says(name: str) -> None:
-    path = Path(__file__).parents[2] / f"docs/results/wan_{name}_2026-11-30.json"
-    run = json.loads(path.read_text())
+    run = read(name)
     measured = run["methods"]["blocking"]
-    p = predict(
-        Setting(
-            layout=Layout.of([("parameters", (int(run["params"]),))]),
-            sites=run["sites"],
-            ranks=1,
-            k=run["k"],
-            k_sites=3,
-            bits=2,
-            inner_steps=run["inner_steps"],
-            fragments=1,
-            delay_steps=0,
-            step_seconds=run["step_ms"] / 1e3,
-            up_mbit=run["mbit"],
-            down_mbit=run["mbit"],
-            coordinator_mbit=None,
-            rtt_ms=run["rtt_ms"],
-            congestion=run.get("congestion") or "bbr",  # that machine's
-        )
-    )
+    p = predict(wan_setting(run))
     assert p.exchange_seconds == pytest.approx(measured["sync_seconds"], rel=0.15)
     assert p.bytes_up == pytest.approx(measured["wire_bytes_up"], rel=0.15)
     assert p.bytes_down == pytest.approx(measured["wire_bytes_down"], rel=0.15)
