@@ -66,7 +66,8 @@ def digests(coordinator: Coordinator) -> list[str]:
 
 
 class Damage:
-    """A bit flips in a site's error feedback, once, at round 2 or later; EF before and after."""
+    """A bit flips in a site's error feedback, once, while it waits for the update of round 1 or a
+    later one, and so in the next contribution; EF before and after."""
 
     def __init__(self) -> None:
         self.life: Life
@@ -77,7 +78,7 @@ class Damage:
 
     def __call__(self, what: str, round_: int) -> bool:
         exchange = self.life.worker._exchange
-        if what == "holds" and self.a is None and round_ >= 2:
+        if what == "holds" and self.a is None and round_ >= 1:
             exchange._ef[AT] = 3.0e38
             self.before = exchange._ef.copy()
         elif what == "before push" and self.a is None and self.before is not None:
