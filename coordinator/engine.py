@@ -50,6 +50,7 @@ T = TypeVar("T")
 Answer: TypeAlias = Refuse | Duplicate | None
 TICK_SECONDS = 0.5
 RETRY_SECONDS = 2.0
+COMPILE_ELEMENTS = 10_000_000  # below it, Numba's 110 MB are more than the seconds that it saves
 DISK_FULL = "the coordinator's disk is full: nothing is lost, it goes on when there is room"
 
 log = logging.getLogger("loco.coordinator")
@@ -115,7 +116,8 @@ class Engine:
             await self._save_snapshot()
         await self.submit(Recovered())
         self._spawn(self._tick_for_ever())
-        codec.warm_up_beside(self.store.layout.num_elements)
+        if self.store.layout.num_elements >= COMPILE_ELEMENTS:
+            codec.warm_up_beside(self.store.layout.num_elements)
 
     def drain(self) -> None:
         """Send everyone who waits away; what is in progress may finish."""
