@@ -106,6 +106,7 @@ def density(points: dict[int, dict[int, float]]) -> Any:
         ax.plot(*zip(*sorted(by_k.items()), strict=True), marker="o", label=f"H = {steps}")
     ax.set(xlabel="k, values of 4096", ylabel="held-out bits per byte at the end", xscale="log")
     ax.set_xticks([32, 64, 128], ["32", "64", "128"])
+    ax.minorticks_off()
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
     return figure
