@@ -229,7 +229,7 @@ def test_a_model_of_another_shape_is_refused_and_its_tensor_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda model: model.to(torch.bfloat16), "embed.weight is torch.bfloat16"),
+        (lambda model: model.to(torch.bfloat16), "scale is torch.bfloat16"),
         (lambda model: model.requires_grad_(False), "no trainable parameters"),
     ],
 )
