@@ -218,24 +218,36 @@ def compare(blocks: dict[str, list[Block]], of: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def for_each_sync(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace, str], dict[str, Any]],
+    said: Callable[[dict[str, Any]], str],
+) -> None:
     """Print a line, or a JSON object, for each way to synchronise."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--sync", nargs="+", default=["dense", "scape"])
-    parser.add_argument("--pairs", type=int, default=24, help="of blocks, one of each kind")
-    parser.add_argument("--block-steps", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")
     for sync in arguments.sync:
         found = measure(arguments, sync)
-        line = (
-            f"{sync}: static {found['static_ms']:.1f} ms, torchft {found['torchft_ms']:.1f} ms a "
-            f"step of {found['parameters']} parameters, ratio {found['ratio']:.3f} "
-            f"{found['ratio_95']}, of CPU time {found['cpu_ratio']:.3f} {found['cpu_ratio_95']}"
-        )
-        print(json.dumps(found) if arguments.json else line, flush=True)
+        print(json.dumps(found) if arguments.json else f"{sync}: {said(found)}", flush=True)
+
+
+def said(found: dict[str, Any]) -> str:
+    """The same for people."""
+    return (
+        f"static {found['static_ms']:.1f} ms, torchft {found['torchft_ms']:.1f} ms a step of "
+        f"{found['parameters']} parameters, ratio {found['ratio']:.3f} {found['ratio_95']}, of CPU "
+        f"time {found['cpu_ratio']:.3f} {found['cpu_ratio_95']}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=24, help="of blocks, one of each kind")
+    parser.add_argument("--block-steps", type=int, default=5)
+    for_each_sync(parser, measure, said)
 
 
 if __name__ == "__main__":

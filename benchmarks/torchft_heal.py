@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.torchft_cost import RANKS, SIZES, Elastic, build_elastic, config_of, run_ranks
+from benchmarks.torchft_cost import (
+    RANKS,
+    Elastic,
+    build_elastic,
+    config_of,
+    for_each_sync,
+    run_ranks,
+)
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.site import MembersChanged
 
@@ -113,22 +120,17 @@ def measure(arguments: argparse.Namespace, sync: str) -> dict[str, Any]:
     }
 
 
+def said(found: dict[str, Any]) -> str:
+    """The same for people."""
+    return (
+        f"{found['beside_megabytes']} MB beside training, {found['standing_megabytes']} MB while "
+        f"all stood, meetings {found['meetings_ms']} ms of steps of {found['step_ms']} ms: "
+        f"{found['steps_delayed']} steps delayed"
+    )
+
+
 def main() -> None:
-    """Print a line, or a JSON object, for each way to synchronise."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="10M")
-    parser.add_argument("--sync", nargs="+", default=["dense", "scape"])
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    os.environ.setdefault("RUST_LOG", "error")
-    for sync in arguments.sync:
-        found = measure(arguments, sync)
-        line = (
-            f"{sync}: {found['beside_megabytes']} MB beside training, "
-            f"{found['standing_megabytes']} MB while all stood, meetings {found['meetings_ms']} ms "
-            f"of steps of {found['step_ms']} ms: {found['steps_delayed']} steps delayed"
-        )
-        print(json.dumps(found) if arguments.json else line, flush=True)
+    for_each_sync(argparse.ArgumentParser(description=__doc__.partition("\n")[0]), measure, said)
 
 
 if __name__ == "__main__":

@@ -189,33 +189,35 @@ class Engine:
         durable = [taken.event for taken in steps if taken.event.durable]
         full = await self._append(durable) if durable else None
         if full is not None:
-            lasting = [asked for asked in together if not asked.event.durable]
-            steps, answers = self._foresee(lasting, decide=False)
-            answers |= {id(asked): full for asked in together if asked.event.durable}
+            passing = [asked for asked in together if not asked.event.durable]
+            steps, rest = self._foresee(passing, decide=False)
+            theirs = iter(rest)
+            answers = [full if asked.event.durable else next(theirs) for asked in together]
         for taken in steps:
             self._show(taken)
-        for asked in together:
-            asked.answer.set_result(answers.get(id(asked)))
+        for asked, answer in zip(together, answers, strict=True):
+            asked.answer.set_result(answer)
 
     def _foresee(
         self, together: list[_Asked], *, decide: bool = True
-    ) -> tuple[list[_Taken], dict[int, Answer]]:
-        """The steps that these events come to, and the answer to each that is not accepted.
+    ) -> tuple[list[_Taken], list[Answer]]:
+        """The steps that these events come to, and the answer to each of them.
 
         With what the machine decides after them, unless not to `decide`.
         """
         state, now = self.state, time.monotonic()
         steps: list[_Taken] = []
-        answers: dict[int, Answer] = {}
+        answers: list[Answer] = []
         for asked in together:
+            answers.append(None)
             events = [asked.event]
             while events:
                 event = events.pop(0)
                 new, effects = step(state, event, now)
                 refusal = next((e for e in effects if isinstance(e, Refuse | Duplicate)), None)
                 if refusal is not None:
-                    if event is asked.event:
-                        answers[id(asked)] = refusal
+                    if event is asked.event:  # what the machine decided itself is not asked for
+                        answers[-1] = refusal
                     continue
                 state = new
                 steps.append(_Taken(event, state, effects))

@@ -200,7 +200,7 @@ class Checkpoints:
 
 
 def _save(tensors: dict[str, Tensor], directory: Path) -> None:
-    tensors = _flat(tensors)
+    tensors = _flat({name: t.contiguous() for name, t in tensors.items()})
     # A file a tensor: it makes the bytes of a file in memory.
     files = {name: number for number, name in enumerate(tensors, 1)}
     writer = HuggingFaceStorageWriter(str(directory), files)
@@ -224,8 +224,11 @@ def _load(tensors: dict[str, Tensor], directory: Path) -> None:
 
 
 def _flat(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same memory in one dimension, without what is empty: the format cannot cut others."""
-    return {name: t.reshape(-1) for name, t in tensors.items() if t.numel()}
+    """The same memory in one dimension, without what is empty: the format cannot cut others.
+
+    All are contiguous: of others `view` raises, where a copy would be loaded into and lost.
+    """
+    return {name: t.view(-1) for name, t in tensors.items() if t.numel()}
 
 
 def _folder(rank: int) -> str:

@@ -10,6 +10,7 @@ counts is the set of members, and the name that they give themselves when they m
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import secrets
@@ -192,10 +193,11 @@ class Lighthouse:
         from torchft.coordination import ManagerClient, ManagerServer
 
         line = socket.create_connection(split_address(self._address), CONNECT_SECONDS)
-        end_when_silent(line)
-        host = self._me.address.rpartition(":")[0]
-        limit = timedelta(seconds=CONNECT_SECONDS)
-        try:
+        with contextlib.ExitStack() as dialled:
+            dialled.callback(line.close)
+            end_when_silent(line)
+            host = self._me.address.rpartition(":")[0]
+            limit = timedelta(seconds=CONNECT_SECONDS)
             self._server = ManagerServer(
                 replica_id=self._me.id,
                 lighthouse_addr=f"http://{self._address}",
@@ -208,9 +210,7 @@ class Lighthouse:
                 quorum_retries=0,
             )
             self._client = ManagerClient(self._server.address(), connect_timeout=limit)
-        except BaseException:
-            line.close()
-            raise
+            dialled.pop_all()
         self._line = line  # last: what is not dialled yet cannot be hung up
 
     def _is_broken(self) -> bool:
