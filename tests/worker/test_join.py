@@ -156,6 +156,27 @@ def test_random_states_and_learning_rates_are_left_alone(tmp_path: Path) -> None
         assert optimizer.param_groups[0]["lr"] == 0.3
 
 
+def test_two_optimizers_of_the_user_one_of_them_muon(tmp_path: Path) -> None:
+    config = own_run(tmp_path)
+    with run_of(config, tmp_path / "state") as coordinator:
+        model = own_model()
+        matrices = [p for p in model.body.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+        optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.SGD(others, lr=0.1)]
+        with loco.join(coordinator.address, site="paris", model=model) as outer:
+            before = [matrix.detach().clone() for matrix in matrices]  # the run's, by now
+            while not outer.finished:
+                model.zero_grad()
+                model(torch.arange(8)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                outer.step(tokens=8)
+        assert coordinator.state.phase == "finished"
+        assert not any(torch.equal(*pair) for pair in zip(before, matrices, strict=True))
+        final = pack(model, layout_of(model))
+        assert theta_digest(chunk_hashes(final)) == coordinator.state.theta_digest
+
+
 def test_compiled_models_are_looked_through(tmp_path: Path) -> None:
     config = own_run(tmp_path)
     with run_of(config, tmp_path / "state") as coordinator:
