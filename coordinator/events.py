@@ -26,6 +26,7 @@ class SiteJoined(Event):
     site: str
     instance: str
     num_ranks: int
+    """Shards of its contributions: its ranks, or a multiple of them (worker/lanes.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
