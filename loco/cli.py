@@ -11,8 +11,7 @@ from importlib.metadata import entry_points
 import typer
 
 from loco import commands
-from loco.errors import EXIT_INTERRUPTED, LocoError
-from loco.processes import die_with_parent
+from loco.processes import die_with_parent, exit_code_of
 
 app = typer.Typer(
     help="Train one language model on several clusters that are far apart.",
@@ -34,14 +33,4 @@ def main() -> None:
 def run(command: typer.Typer, args: list[str] | None = None) -> int:
     """Exit code of a command line, with errors printed as one line."""
     die_with_parent()
-    try:
-        command(args, standalone_mode=True)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
-    except LocoError as error:
-        print(f"loco: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("loco: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return exit_code_of(lambda: command(args, standalone_mode=True))

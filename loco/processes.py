@@ -8,10 +8,13 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
+
+from loco.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LocoError
 
 _PR_SET_PDEATHSIG = 1
 _PARENT = "LOCO_PARENT_PID"
@@ -36,6 +39,34 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it ended before we asked
         os._exit(1)
+
+
+def exit_code_of(work: Callable[[], object]) -> int:
+    """Do `work`; its exit code, with an error that a person can cause printed as one line."""
+    try:
+        work()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_FAILED
+    except LocoError as error:
+        print(f"loco: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("loco: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def end_with(work: Callable[[], object]) -> NoReturn:
+    """Do `work` and end this process with its exit code, at once.
+
+    The interpreter is not torn down: after an error or Ctrl+C other ranks are not asked any more,
+    and a collective in flight would hold the process until its time-out, or abort it and so take
+    the place of the exit code.
+    """
+    code = exit_code_of(work)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def give_memory_back() -> None:

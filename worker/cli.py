@@ -13,7 +13,7 @@ import typer
 from loco.commands import Bundle, Insecure
 from loco.errors import ConfigError
 from loco.log import start_logging
-from loco.processes import interrupt_on_sigterm
+from loco.processes import end_with, interrupt_on_sigterm
 from worker.settings import use_settings
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _start(options: Options, *, num_local: int) -> None:
 
     from worker.rank import run_rank
 
-    run_rank(options)
+    end_with(lambda: run_rank(options))
 
 
 def _tolerates_faults(choice: str) -> bool:

@@ -134,6 +134,7 @@ class _Rounds(threading.Thread):
         except BaseException as caught:  # raised in the user's thread
             error = caught
         self._session.close()
+        self._site.group.drop()  # the process group is the user's to destroy
         self._baton.end(error)
 
 

@@ -109,6 +109,7 @@ class Site:
 
     def close(self) -> None:
         """Leave the other ranks."""
+        self.group.drop()
         if dist.is_initialized():
             dist.destroy_process_group()
 

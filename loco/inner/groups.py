@@ -8,6 +8,7 @@ all-to-all with a local sum, and all-gathers of equal sizes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -131,6 +132,16 @@ class Group:
         assert self._process_group is not None
         work = collective(self._process_group)
         return lambda: _wait(work)
+
+    def drop(self) -> threading.Thread | None:
+        """Forget the process group, so that who destroys it also ends its threads.
+
+        An optimizer may hold this object until the interpreter is torn down; a thread of gloo that
+        then still has a tensor in its hands aborts the process. Returns the thread that is still at
+        it, if any.
+        """
+        self._process_group = None
+        return None
 
     def _run(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         self.start(collective)()

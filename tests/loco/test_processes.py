@@ -37,6 +37,19 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(sys.argv[1], "w").write("ready")
 time.sleep(600)
 """
+RANK = """
+import sys, time
+import torch
+import torch.distributed as dist
+from loco.errors import UnreachableError
+from loco.processes import end_with
+rank, meet, ends = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + meet, rank=rank, world_size=2)
+if rank == 0:
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    print("in flight")
+end_with(lambda: exec(ends))
+"""
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -81,6 +94,42 @@ def test_one_that_ignores_the_request_is_killed_after_the_grace(tmp_path: Path) 
     stop_all([stubborn, polite], grace_seconds=0.5)
     assert stubborn.poll() == -signal.SIGKILL
     assert polite.poll() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("pass", 0),
+        ("raise KeyboardInterrupt", 130),
+        ("raise UnreachableError('nobody there')", 4),
+        ("sys.exit(3)", 3),
+    ],
+)
+def test_a_rank_ends_with_its_code_whatever_its_peer_does(
+    tmp_path: Path, ends: str, code: int
+) -> None:
+    """The collective would be waited for until its time-out of half an hour."""
+    meet = str(tmp_path / "meet")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    peer = subprocess.Popen(
+        [sys.executable, "-c", RANK, "1", meet, "time.sleep(600)"], env=environment
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", RANK, "0", meet, ends],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    finally:
+        peer.kill()
+        peer.wait()
+    assert done.returncode == code, done.stderr
+    assert "in flight" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "terminate called" not in done.stderr
 
 
 def test_what_has_ended_is_left_alone() -> None:

@@ -148,6 +148,27 @@ def test_one_rank_is_a_site_without_any_process_group() -> None:
         site.together(lambda: _raise(NonFiniteError("x")))
 
 
+def leave(rank: int, folder: str) -> None:
+    """Close the site while something still holds its group, as an optimizer does until the end."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCO_INIT_METHOD=f"file://{folder}/meet")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    site = Site.join("cpu")
+    held = site.group
+    held.all_reduce_sum(torch.ones(3))
+    assert _threads_of_gloo()
+    site.close()
+    assert not _threads_of_gloo(), held
+
+
+def _threads_of_gloo() -> list[str]:
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def test_a_closed_site_leaves_no_thread_that_could_abort_the_exit(tmp_path: Path) -> None:
+    mp.spawn(leave, (str(tmp_path),), nprocs=2)
+
+
 def _raise(error: Exception) -> None:
     raise error
 
