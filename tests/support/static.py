@@ -60,6 +60,7 @@ def _rank(
             hashes.append(" ".join(_train(trainer, count, steps)))
             state = [trainer.model.state_dict(), trainer.optimizer.state_dict()]
             torch.save(state, f"{folder}/state-{number}-{rank}")
+            site.group.drop()
         else:
             hashes.append("")
         dist.barrier()

@@ -12,7 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.contributing import contribute
 from support.runs import config_of
@@ -76,7 +75,7 @@ def check(rank: int, folder: str) -> None:
     digest, body, parameters = exchange_a_round(site, Path(folder, "update").read_bytes())
     Path(folder, f"theta{rank}").write_bytes(digest.encode() + parameters)
     Path(folder, f"body{rank}").write_bytes(body)
-    dist.destroy_process_group()
+    site.close()
 
 
 def _check_errors(site: Site) -> None:
