@@ -30,7 +30,7 @@ system: ## install the Debian packages that tests drive (root only, and only wha
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES); fi
 
 test: $(READY) system ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(READY) ## lint, types, import rules, wire format, generated code
 	$(BIN)/ruff check .
