@@ -28,7 +28,17 @@ from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
 from loco.layout import CELL_CHUNKS, CHUNK, Layout
 from loco.model import build_model, layout_of, pack, unpack
-from loco.outer import OuterRules, Piece, alpha_at, in_fragment, k_at, k_of_site, outer_step
+from loco.outer import (
+    Fragments,
+    OuterRules,
+    Piece,
+    alpha_at,
+    k_at,
+    k_of_site,
+    num_turns,
+    outer_step,
+    rules_at,
+)
 
 Array = npt.NDArray[np.float32]
 
@@ -112,12 +122,14 @@ class Simulation:
         self, config: Config, *, exact_downlink: bool = False, data_parallel: bool = False
     ) -> None:
         self._config = config
-        self._bits_down = 32 if exact_downlink else config.codec.bits
+        self._exact_downlink = exact_downlink
         streams = streams_of(config)
         groups = [streams] if data_parallel else [[stream] for stream in streams]
         self._sites = [SimulatedSite(config, group) for group in groups]
         self.layout: Layout = layout_of(self._sites[0].model)
         assert self.layout.num_chunks <= CELL_CHUNKS, "the simulation handles models of one cell"
+        self._fragments = Fragments(config.outer, self.layout)
+        self._turns = num_turns(config.outer)
         self.theta: Array = pack(self._sites[0].model, self.layout)
         self._ef = [np.zeros_like(self.theta) for _ in self._sites]
         self._residual = np.zeros_like(self.theta)
@@ -141,7 +153,7 @@ class Simulation:
             self._train(ahead)
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
             for site, anchor in zip(self._sites, anchors, strict=True):
-                keeps = ahead or self._config.outer.fragments > 1
+                keeps = ahead or self._turns > 1
                 site.write(self._merged(site, anchor) if keeps else self.theta, self.layout)
             yield Round(
                 round=round_,
@@ -169,8 +181,7 @@ class Simulation:
 
     def _active(self, round_: int) -> npt.NDArray[np.bool_]:
         """The chunks that the round exchanges.  # [num_chunks]"""
-        rows = range(self.layout.num_chunks)
-        return in_fragment(rows, self._config.outer.fragments, round_)
+        return self._fragments.in_round(range(self.layout.num_chunks), round_)
 
     def _anchor(self, site: SimulatedSite, round_: int) -> Array:
         """Parameters at the exchange; theta where the round exchanges nothing."""
@@ -181,11 +192,12 @@ class Simulation:
         """theta + (params - anchor); exactly params where the round exchanged nothing."""
         params = pack(site.model, self.layout)
         moved = (params - anchor) + self.theta
-        if self._config.outer.fragments == 1:
+        if self._turns == 1:
             return moved
         return np.where(self.theta == anchor, params, moved)
 
     def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
+        rules = rules_at(self._config.outer, self._config.codec, round_)
         return codec.encode_fragment(
             self.theta,
             pack(self._sites[index].model, self.layout),
@@ -193,17 +205,20 @@ class Simulation:
             active=self._active(round_),
             beta=self._config.outer.beta,
             k=k_of_site(
-                k_at(self._config.codec, round_), self._config.codec.k_sites, len(self._sites)
+                rules.k or k_at(self._config.codec, round_),
+                self._config.codec.k_sites,
+                len(self._sites),
             ),
-            bits=self._config.codec.bits,
+            bits=rules.bits,
         )
 
     def _outer_step(self, round_: int, payloads: list[bytes]) -> bytes:
+        own = rules_at(self._config.outer, self._config.codec, round_)
         rules = OuterRules(
-            aggregation=self._config.outer.aggregation,
+            aggregation=own.aggregation,
             alpha=alpha_at(self._config.outer, round_),
             momentum=self._config.outer.momentum,
-            bits=self._bits_down,
+            bits=32 if self._exact_downlink else own.bits,
         )
         size, weight = self.theta.size, 1 / len(payloads)
         return outer_step(

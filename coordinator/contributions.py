@@ -89,7 +89,7 @@ def check_contribution(path: Path, rows: range, *, bits: int) -> Checked:
         found = codec.peek(payload).bits
         if found != bits:
             raise PayloadError(
-                "bad_header", f"{found}-bit payload, this run sends {bits} bits a value"
+                "bad_header", f"{found}-bit payload, this round has {bits} bits a value"
             )
         try:
             sent = codec.decode(payload, len(part) * CHUNK)

@@ -24,6 +24,7 @@ from coordinator.refused import RefusedRequest
 from coordinator.store import Store
 from loco.digest import file_digest
 from loco.errors import PayloadError
+from loco.outer import rules_at
 from loco.wire.protocol import INLINE_BYTES
 
 THREADS = 2  # each decodes a cell: memory must not grow with the number of sites
@@ -169,10 +170,12 @@ class Finisher:
             )
 
     def _decode(self, event: ShardStored, path: Path) -> Checked:
+        config = self._store.config
         rows = self._store.layout.shard(event.shard, event.num_shards)
+        rules = rules_at(config.outer, config.codec, event.round)
         try:
             with self._monitor.metrics.codec.decode_seconds.time():
-                return check_contribution(path, rows, bits=self._store.config.codec.bits)
+                return check_contribution(path, rows, bits=rules.bits)
         except PayloadError as error:
             raise RefusedRequest(
                 "payload", f"shard {event.shard} of {event.site!r} is malformed: {error}"

@@ -25,7 +25,7 @@ from coordinator.store import Store
 from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
 from loco.layout import CHUNK, cells
-from loco.outer import OuterRules, Piece, outer_step
+from loco.outer import OuterRules, Piece, outer_step, rules_at
 
 Array = npt.NDArray[np.float32]
 
@@ -131,9 +131,10 @@ def norm_scales(norms: Mapping[str, float], max_ratio: float | None) -> dict[str
 
 
 def _outer_rules(config: Config, state: State) -> OuterRules:
+    rules = rules_at(config.outer, config.codec, state.round)
     return OuterRules(
-        aggregation=config.outer.aggregation,
+        aggregation=rules.aggregation,
         alpha=in_force("outer.alpha", config, state.settings, state.round),
         momentum=config.outer.momentum,
-        bits=config.codec.bits,
+        bits=rules.bits,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.state import State, Update
 from loco.config import Config
-from loco.outer import alpha_at, k_at, k_of_site
+from loco.outer import alpha_at, k_at, k_of_site, rules_at
 
 _CONFIGURED: dict[str, Callable[[Config, int], float]] = {
     "outer.alpha": lambda config, round_: alpha_at(config.outer, round_),
@@ -25,8 +25,9 @@ def in_force(key: str, config: Config, ordered: Mapping[str, float], round_: int
 
 
 def k_of_round(config: Config, made: State | Update, round_: int) -> int:
-    """Values of a chunk that each site sends: `codec.k`, shared where there are many."""
-    k = int(in_force("codec.k", config, made.settings, round_))
+    """Values of a chunk that each site sends: of the fragment, shared where there are many."""
+    own = rules_at(config.outer, config.codec, round_).k
+    k = own or int(in_force("codec.k", config, made.settings, round_))
     return k_of_site(k, config.codec.k_sites, made.num_sites)
 
 

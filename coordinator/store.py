@@ -31,6 +31,7 @@ from loco.config import Config, config_from_json
 from loco.digest import chunk_hashes, theta_digest
 from loco.errors import ConfigError
 from loco.layout import Layout
+from loco.outer import Fragments
 
 Array = npt.NDArray[np.float32]
 
@@ -61,7 +62,11 @@ class Store:
     def create(
         cls, directory: Path, *, run_id: str, config: Config, layout: Layout, theta: Array
     ) -> Store:
-        """Begin a run: `theta` [num_elements] fp32 becomes round 0 for everyone."""
+        """Begin a run: `theta` [num_elements] fp32 becomes round 0 for everyone.
+
+        ConfigError, before anything is there, where the config's fragments do not fit the layout.
+        """
+        Fragments(config.outer, layout)
         lock = lock_directory(directory)
         for name in ("contributions", "incoming", "updates", "work"):
             (directory / name).mkdir(exist_ok=True)

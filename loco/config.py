@@ -13,7 +13,7 @@ import re
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -35,6 +35,7 @@ def _number_of_key(key: Any) -> Any:
 
 
 RoundKey = Annotated[int, BeforeValidator(_number_of_key), Field(ge=1)]
+FragmentName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")]
 Seconds = Annotated[float, Field(gt=0.0, le=7 * 86400.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -168,6 +169,22 @@ class InnerConfig(_Section):
         return self
 
 
+class OwnFragmentConfig(_Section):
+    """Tensors that are one fragment, with a turn and rules of their own: embedding and head, say.
+
+    What is left out holds as for all others.
+    """
+
+    tensors: Annotated[tuple[str, ...], BeforeValidator(_tuple_of_list), Field(min_length=1)]
+    """Names of trainable tensors; a tied one has the name of its first use."""
+    k: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Values kept of each chunk, instead of `codec.k`, its ramp and what operators set."""
+    bits: Literal[1, 2] | None = None
+    """Of a sent value, instead of `codec.bits`."""
+    aggregation: Literal["mean_contributors", "mean"] | None = None
+    """Instead of `outer.aggregation`."""
+
+
 class OuterConfig(_Section):
     """Aggregation and the outer step (`loco.outer`); equations in docs/algorithm.md."""
 
@@ -183,6 +200,9 @@ class OuterConfig(_Section):
     """Chunks take turns: round r exchanges every chunk c with c % fragments == r % fragments. A
     chunk's pseudo-gradient then holds `fragments * inner.steps` inner steps, and a round has that
     much less traffic."""
+    own_fragments: dict[FragmentName, OwnFragmentConfig] = {}
+    """Tensors that take a turn of their own, after the `fragments` of all others: with both, a
+    chunk is exchanged once in `fragments` plus so many rounds."""
     alpha_steps: dict[RoundKey, Alpha] = {}
     """Another alpha from a round on, for example { 100 = 0.65, 500 = 0.4 }."""
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -324,11 +344,31 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _fragments_are_sparse(self) -> Self:
-        if self.outer.fragments > 1 and self.codec.bits == 32:
+        if self.codec.bits != 32:
+            return self
+        if self.outer.fragments > 1:
             raise ValueError(
                 f"outer.fragments = {self.outer.fragments} needs sparse contributions: codec.bits "
                 "= 1 or 2, not 32"
             )
+        if self.outer.own_fragments:
+            raise ValueError(
+                f"outer.own_fragments.{min(self.outer.own_fragments)} needs sparse contributions: "
+                "codec.bits = 1 or 2, not 32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_tensor_is_in_one_fragment(self) -> Self:
+        taken: dict[str, str] = {}
+        for name, fragment in self.outer.own_fragments.items():
+            for tensor in fragment.tensors:
+                if tensor in taken:
+                    raise ValueError(
+                        f"outer.own_fragments.{name}.tensors: {tensor!r} is in {taken[tensor]!r} "
+                        "already; a tensor belongs to one fragment"
+                    )
+                taken[tensor] = name
         return self
 
     @model_validator(mode="after")
@@ -442,12 +482,16 @@ def _explain_one(detail: ErrorDetails) -> str:
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
-    section = Config
-    for part in loc[:-1]:
+    section: type[BaseModel] = Config
+    parts = iter(loc[:-1])
+    for part in parts:
         annotation = section.model_fields[str(part)].annotation
+        if get_origin(annotation) is dict:
+            next(parts)  # a name that the user gave
+            annotation = get_args(annotation)[1]
         assert isinstance(annotation, type)
         assert issubclass(annotation, BaseModel)
-        section = annotation  # type: ignore[assignment]
+        section = annotation
     known = list(section.model_fields)
     close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else f" (known keys: {', '.join(known)})"

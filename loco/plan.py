@@ -9,6 +9,7 @@ device and host, the gather of theta inside a site, the coordinator's disk, othe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -33,6 +34,15 @@ ROUND_TRIPS = 1  # upload, and the update in answer; a large update is pulled: o
 CONGESTION = ("cubic", "bbr")
 TARGET = 0.95  # utilisation that advice aims at
 MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFragment:
+    """Tensors with a turn and rules of their own (`outer.own_fragments`)."""
+
+    tensors: frozenset[str]
+    k: int
+    bits: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +76,29 @@ class Setting:
     congestion: str = "cubic"
     """TCP's congestion control at both ends, one of `CONGESTION`: Linux's own, which begins slowly
     again after each pause, or bbr, which remembers the line."""
+    own_fragments: tuple[OwnFragment, ...] = ()
+    """Each takes a turn; `k`, `bits` and `fragments` are those of all other tensors."""
+
+    @property
+    def turns(self) -> int:
+        """Rounds in which every chunk is exchanged once."""
+        return self.fragments + len(self.own_fragments)
+
+    def parts(self) -> Iterator[tuple[Layout, int, int]]:
+        """(tensors, k, bits) of those that obey the same rules; together the whole layout."""
+        own = frozenset[str]().union(*(fragment.tensors for fragment in self.own_fragments))
+        yield _only(self.layout, lambda name: name not in own), self.k, self.bits
+        for fragment in self.own_fragments:
+            yield (
+                _only(self.layout, fragment.tensors.__contains__),
+                fragment.k,
+                fragment.bits,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One round. Bytes are those of one site, at gRPC's transport."""
+    """One round, the mean over the turns of fragments; bytes of one site, at gRPC's transport."""
 
     params: int
     dense_bytes: int
@@ -179,8 +207,8 @@ def contribution_size(setting: Setting) -> tuple[int, int]:
     """(bytes that a site sends in a round, values in them)."""
     layout, ranks = setting.layout, min(setting.ranks, setting.layout.num_chunks)
     headers = sum(len(list(cells(layout.shard(rank, ranks)))) for rank in range(ranks))
-    body, values = _body(layout, _k_of_site(setting), setting.bits)
-    body, values = body // setting.fragments, values // setting.fragments
+    bodies = [_body(part, _k_of_site(setting, k), bits) for part, k, bits in setting.parts()]
+    body, values = _mean_of_turns(setting, bodies)
     return _framed(body + headers * HEADER_BYTES) + ranks * ENVELOPE_BYTES, values
 
 
@@ -190,17 +218,32 @@ def update_size(setting: Setting) -> tuple[int, int]:
     The update holds as many values a chunk as the sites sent different positions of it. Here the
     sites' choices are independent; real ones agree a little more, and the update is smaller.
     """
-    sent = _k_of_site(setting)
-    missed = (1 - sent / CHUNK) ** setting.sites
-    union = max(1, round(CHUNK * (1 - missed)))
-    body, values = _body(setting.layout, union, setting.bits, of=(setting.sites, sent))
-    body, values = body // setting.fragments, values // setting.fragments
+    bodies = []
+    for part, k, bits in setting.parts():
+        sent = _k_of_site(setting, k)
+        missed = (1 - sent / CHUNK) ** setting.sites
+        union = max(1, round(CHUNK * (1 - missed)))
+        bodies.append(_body(part, union, bits, of=(setting.sites, sent)))
+    body, values = _mean_of_turns(setting, bodies)
     headers = len(list(cells(range(setting.layout.num_chunks))))
     return _framed(body + headers * HEADER_BYTES), values
 
 
-def _k_of_site(setting: Setting) -> int:
-    return k_of_site(setting.k, setting.k_sites, setting.sites)
+def _k_of_site(setting: Setting, k: int) -> int:
+    return k_of_site(k, setting.k_sites, setting.sites)
+
+
+def _mean_of_turns(setting: Setting, bodies: list[tuple[int, int]]) -> tuple[int, int]:
+    """(bytes, values) of a round, where `bodies` are those of all chunks."""
+    return (
+        sum(num_bytes for num_bytes, _ in bodies) // setting.turns,
+        sum(values for _, values in bodies) // setting.turns,
+    )
+
+
+def _only(layout: Layout, wanted: Callable[[str], bool]) -> Layout:
+    """Those tensors alone."""
+    return Layout.of((p.name, p.shape) for p in layout.parameters if wanted(p.name))
 
 
 def advice(setting: Setting) -> list[str]:

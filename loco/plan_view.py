@@ -13,8 +13,8 @@ from rich.text import Text
 
 from loco.config import Config, load_config
 from loco.layout import Layout
-from loco.outer import k_at
-from loco.plan import Prediction, Setting, advice, predict
+from loco.outer import Fragments, k_at
+from loco.plan import OwnFragment, Prediction, Setting, advice, predict
 from loco.status import human_bytes, human_seconds
 
 MAX_PARAMS = 1e13
@@ -40,15 +40,30 @@ def layout_of_config(config: Config) -> Layout:
 def setting_of_config(path: Path, setting: Setting) -> Setting:
     """`setting` with model, k, bits and H from a run's config; k is that of the last round."""
     config = load_config(path)
+    layout = layout_of_config(config)
+    Fragments(config.outer, layout)  # refuses what the coordinator would
     return replace(
         setting,
-        layout=layout_of_config(config),
+        layout=layout,
         k=k_at(config.codec, config.run.rounds),
         k_sites=config.codec.k_sites,
         bits=config.codec.bits,
         inner_steps=config.inner.steps,
         fragments=config.outer.fragments,
         delay_steps=config.outer.delay_steps,
+        own_fragments=own_fragments(config, config.run.rounds),
+    )
+
+
+def own_fragments(config: Config, round_: int) -> tuple[OwnFragment, ...]:
+    """The fragments with a turn of their own, their k and bits in a round."""
+    return tuple(
+        OwnFragment(
+            tensors=frozenset(own.tensors),
+            k=own.k or k_at(config.codec, round_),
+            bits=own.bits or config.codec.bits,
+        )
+        for own in config.outer.own_fragments.values()
     )
 
 

@@ -26,7 +26,7 @@ from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
 from loco.errors import NonFiniteError
 from loco.layout import CHUNK, Layout, cells
-from loco.outer import apply_update, in_fragment
+from loco.outer import Fragments, apply_update, num_turns, rules_at
 from worker.lanes import num_parts
 from worker.site import Site
 
@@ -39,7 +39,8 @@ def contribution_bytes(config: Config, layout: Layout) -> int:
     codec_ = config.codec
     if codec_.bits == 32:
         return 4 * layout.num_elements
-    k = max(codec_.k, codec_.k_start or 0)
+    own = [fragment.k or 0 for fragment in config.outer.own_fragments.values()]
+    k = max(codec_.k, codec_.k_start or 0, *own)
     return layout.num_chunks * k * (8 + codec_.bits) // 8  # positions take about 8 bits
 
 
@@ -117,6 +118,8 @@ class Exchange:
         self._config = config
         self._site = site
         self._layout = layout
+        self._fragments = Fragments(config.outer, layout)
+        self._turns = num_turns(config.outer)
         self._parameters = dict(model.named_parameters())
         self.rows = layout.shard(site.rank, site.num_ranks)
         site.shards_a_rank = num_parts(contribution_bytes(config, layout) // site.num_ranks)
@@ -185,7 +188,7 @@ class Exchange:
             self._write_rows(self._theta)
         elif self._site.group.size == 1:
             self._move_parameters()
-        elif self._config.outer.fragments > 1:
+        elif self._turns > 1:
             self._write_rows(self._with_progress())
         else:
             rows = self._read_rows(np.zeros_like(self._theta))
@@ -222,12 +225,9 @@ class Exchange:
         Chunks of another fragment than the round's keep theta as their anchor: their progress goes
         on until their own exchange.
         """
-        idle = ~self._in_fragment(self.rows)
+        idle = ~self._fragments.in_round(self.rows, self.round)
         params.reshape(-1, CHUNK)[idle] = self._theta.reshape(-1, CHUNK)[idle]
         self._anchor = params
-
-    def _in_fragment(self, rows: range) -> npt.NDArray[np.bool_]:
-        return in_fragment(rows, self._config.outer.fragments, self.round)
 
     def encode(self, k: int, made: Made | None = None) -> Staged:
         """This rank's shards of the contribution that `capture` began: one payload a cell.
@@ -259,16 +259,17 @@ class Exchange:
     ) -> list[tuple[slice, codec.FeedbackEncoded]]:
         """Each cell of some rows, and where it lies; `error_feedback` [all rows] becomes a - v."""
         parts = []
+        rules = rules_at(self._config.outer, self._config.codec, self.round)
         for cell in cells(rows):
             here = self._slice(cell)
             encoded = codec.encode_fragment(
                 self._theta[here],
                 self._anchor[here],
                 error_feedback[here],
-                active=self._in_fragment(cell),
+                active=self._fragments.in_round(cell, self.round),
                 beta=self._config.outer.beta,
                 k=k,
-                bits=self._config.codec.bits,
+                bits=rules.bits,
             )
             parts.append((here, encoded))
         return parts
@@ -388,7 +389,7 @@ class Exchange:
             for parameter, here in self._whole_parameters():
                 shape, device = parameter.shape, parameter.device
                 then, now = (b[here].view(shape).to(device) for b in (anchor, theta))
-                if self._config.outer.fragments == 1:
+                if self._turns == 1:
                     parameter.sub_(then).add_(now)
                 else:
                     moved = (parameter - then).add_(now)

@@ -14,6 +14,7 @@ from loco.config import config_from_json
 from loco.digest import bytes_digest
 from loco.errors import LocoError, NonFiniteError, RefusedError
 from loco.model import layout_of
+from loco.outer import num_turns
 from loco.wire.blocks import is_sound
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.elastic.replica import WorkerReplica
@@ -300,7 +301,7 @@ class Worker(Entry):
 
     def _has_progress(self) -> bool:
         """Whether the replica holds inner steps that no exchange has measured yet."""
-        return self._trainer.local_steps > 0 or self._config.outer.fragments > 1
+        return self._trainer.local_steps > 0 or num_turns(self._config.outer) > 1
 
     def _step_meanwhile(self, away: bool) -> bool:
         """One inner step during an exchange, or because nobody answers; False: no more."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import annotated_types
 import typer
@@ -40,6 +40,8 @@ def config() -> str:
         assert isinstance(section, type)
         assert issubclass(section, BaseModel)
         parts += ["", f"## [{name}]", "", *_section(section)]
+        for key, inner in _tables(section):
+            parts += ["", f"### [{name}.{key}.NAME]", "", *_section(inner)]
     parts += ["", "## A whole file", "", "The preset `tiny`, which is the demo:", ""]
     parts += [f"    {line}".rstrip() for line in preset_text("tiny").splitlines()]
     return "\n".join(parts) + "\n"
@@ -54,6 +56,14 @@ def _section(section: type[BaseModel]) -> list[str]:
         cells = f"`{key}`", kind, _default(field), allowed, _prose(said.get(key, ""))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
+
+
+def _tables(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Fields that are tables of sections, under names that the user gives."""
+    for key, field in section.model_fields.items():
+        for inner in get_args(field.annotation):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield key, inner
 
 
 def _field_docstrings(section: type[BaseModel]) -> dict[str, str]:
@@ -111,17 +121,28 @@ def _simple(kind: str) -> str:
         "int": "integer", "float": "number", "bool": "true or false", "str": "text",
         "dict[str, str]": "table of texts", "tuple[float, float]": "two numbers",
     }  # fmt: skip
+    if kind in names:
+        return names[kind]
     for name in ("int", "float"):
-        if kind.startswith(f"{name} |"):
+        if kind.startswith((f"{name} |", f"Optional[{name}")):
             return f"{names[name]}, may be left out"
+    choice = re.fullmatch(r"Optional\[Literal\[(.+)\]\]", kind)
+    if choice:
+        return f"one of {choice[1]}, may be left out".replace("'", "`")
     if kind.startswith("dict[int"):
         return "table: number by round"
+    if kind.startswith("dict"):
+        return "table of tables"
+    if kind.startswith("tuple[str"):
+        return "texts"
     if kind.startswith("tuple"):
         return "two numbers"
-    return names.get(kind, kind)
+    return kind
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
     value = field.get_default(call_default_factory=True)
     if value is None:
         return ""

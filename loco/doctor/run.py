@@ -17,7 +17,7 @@ from loco.errors import LocoError, RefusedError
 from loco.layout import Layout
 from loco.outer import k_at
 from loco.plan import Prediction, Setting, advice, predict
-from loco.plan_view import layout_of_config
+from loco.plan_view import layout_of_config, own_fragments
 from loco.status import Status, human_bytes, human_seconds
 from loco.wire.access import Access, Link, is_loopback
 from loco.wire.probe import Way, measure
@@ -189,6 +189,7 @@ class Run:
             inner_steps=self.config.inner.steps,
             fragments=self.config.outer.fragments,
             delay_steps=self.config.outer.delay_steps,
+            own_fragments=own_fragments(self.config, self.status["round"]),
             step_seconds=seconds or 1.0,
             up_mbit=_mbit(self.way.up_bytes_per_second),
             down_mbit=_mbit(self.way.down_bytes_per_second),

@@ -1,15 +1,19 @@
 """The outer step: how contributions become an update, and how an update changes theta."""
 
-from loco.outer.schedule import alpha_at, in_fragment, k_at, k_of_site
+from loco.outer.fragments import FragmentRules, Fragments, num_turns, rules_at
+from loco.outer.schedule import alpha_at, k_at, k_of_site
 from loco.outer.step import OuterRules, Piece, apply_update, outer_step
 
 __all__ = [
+    "FragmentRules",
+    "Fragments",
     "OuterRules",
     "Piece",
     "alpha_at",
     "apply_update",
-    "in_fragment",
     "k_at",
     "k_of_site",
+    "num_turns",
     "outer_step",
+    "rules_at",
 ]

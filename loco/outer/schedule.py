@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 
 class Density(Protocol):
     """`[codec]` of the config, which this package does not import: that reads files."""
@@ -40,17 +37,6 @@ def k_of_site(k: int, k_sites: int, num_sites: int) -> int:
     of their positions, and with it the update, stays as small (docs/results/downlink_*.md).
     """
     return max(1, round(k * min(1.0, k_sites / num_sites)))
-
-
-def in_fragment(rows: range, fragments: int, round_: int) -> npt.NDArray[np.bool_]:
-    """Which chunks of `rows` are exchanged in this round.  # [len(rows)]
-
-    Chunk c belongs to fragment c % fragments and round r exchanges fragment r % fragments, so that
-    every tensor, rank and round has an even share.
-    """
-    chunks = np.arange(rows.start, rows.stop)
-    active: npt.NDArray[np.bool_] = chunks % fragments == round_ % fragments
-    return active
 
 
 class Alpha(Protocol):

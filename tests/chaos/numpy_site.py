@@ -21,7 +21,7 @@ from loco.digest import bytes_digest, chunk_hashes, theta_digest
 from loco.errors import RefusedError
 from loco.layout import CHUNK, Layout, cells
 from loco.metrics import Catalogue, WireMetrics
-from loco.outer import apply_update, in_fragment
+from loco.outer import Fragments, apply_update, rules_at
 from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.pulse import Pulse
@@ -138,6 +138,8 @@ class NumpySite:
     def _encode(self, k: int) -> None:
         params = self.theta - self.pseudo_gradient()
         self._sent, self._bodies, self._sent_round = [], [], self.round
+        fragments = Fragments(self.config.outer, self.layout)
+        rules = rules_at(self.config.outer, self.config.codec, self.round)
         for rank in range(self.ranks):
             parts = []
             for cell in cells(self.layout.shard(rank, self.ranks)):
@@ -146,10 +148,10 @@ class NumpySite:
                     self.theta[here],
                     params[here],
                     self.ef[here],
-                    active=in_fragment(cell, self.config.outer.fragments, self.round),
+                    active=fragments.in_round(cell, self.round),
                     beta=self.config.outer.beta,
                     k=k,
-                    bits=self.config.codec.bits,
+                    bits=rules.bits,
                 )
                 self._sent.append((here, encoded))
                 parts.append(encoded.payload)

@@ -119,6 +119,28 @@ def test_sites_share_k_as_the_last_update_had_many(tmp_path: Path) -> None:
         assert (told.directive, told.plan.k) == (pb.DIRECTIVE_UPDATE, 30)
 
 
+def test_a_fragment_with_rules_of_its_own_has_its_own_k_and_bits(tmp_path: Path) -> None:
+    """Round 1 is its turn: an operator's k is for all others, other bits are refused."""
+    own = {"embed": {"tensors": ["embed.weight"], "k": 300, "bits": 1}}
+    config = config_of(outer={"own_fragments": own}, run={"rounds": 3}, quorum={"min_sites": 1})
+    with (
+        coordinating(create_store(tmp_path, config)) as coordinator,
+        Member(coordinator, "paris") as paris,
+    ):
+        paris.enter()
+        assert paris.wait(0, timeout=10).plan.k == 64
+        contribute((paris,), 0)
+        assert paris.wait(1, timeout=10).plan.k == 300
+        with pytest.raises(grpc.RpcError) as caught:
+            paris.contribute(1, vector(LAYOUT, 2))
+        assert refusal(caught.value)[0] == "payload"
+        assert "2-bit payload, this round has 1 bits" in refusal(caught.value)[1]
+        one_bit = config_of(codec={"bits": 1})
+        paris.push(1, shard_body(vector(LAYOUT, 2), one_bit))
+        eventually(lambda: coordinator.state.round == 2, "the round is committed")
+        assert paris.wait(2, timeout=10).plan.k == 64
+
+
 def test_an_update_says_who_is_in_it(
     coordinator: Coordinator, sites: tuple[Member, Member]
 ) -> None:

@@ -101,6 +101,12 @@ def test_a_config_that_is_missing_or_wrong(tmp_path: Path) -> None:
     refused(*coordinator(config, state), code=2, says=("'codec.kk'", "did you mean 'k'"))
     config.write_text("[codec]\nk = 5000\n")
     refused(*coordinator(config, state), code=2, says=("codec.k = 5000", "4096"))
+    config.write_text("[outer.own_fragments.head]\ntensors = ['embed.weight']\n")
+    fault = ("own_fragments.head.tensors", "'embed.weight'", "did you mean 'embed_tokens.weight'?")
+    refused(*coordinator(config, state), code=2, says=fault)
+    refused(
+        "plan", "--config", str(config), "--mbit", "100", "--step-seconds", "1", code=2, says=fault
+    )
     config.write_text("[codec\n")
     refused(*coordinator(config, state), code=2, says=("not valid TOML",))
     assert not state.exists()

@@ -32,15 +32,21 @@ from worker import lanes
 
 ROUNDS, H = 6, 3
 SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
+EMBED = {"tensors": ["embed_tokens.weight"], "k": 512, "bits": 1, "aggregation": "mean"}
 
 
 def config_of_run(
-    delay: int, *, sites: tuple[str, ...], fragments: int = 1, **inner: Any
+    delay: int,
+    *,
+    sites: tuple[str, ...],
+    fragments: int = 1,
+    own: dict[str, Any] | None = None,
+    **inner: Any,
 ) -> Config:
     raw = exact_run(seed=11, rounds=ROUNDS)
     raw["data"]["sites"] = {site: SITES[site] for site in sites}
     raw["inner"] |= {"steps": H, "max_local_steps": H, "warmup_steps": 2, **inner}
-    raw["outer"] = {"delay_steps": delay, "fragments": fragments}
+    raw["outer"] = {"delay_steps": delay, "fragments": fragments, "own_fragments": own or {}}
     raw["quorum"]["min_sites"] = len(sites)
     return Config.model_validate(raw)
 
@@ -73,7 +79,7 @@ def simulated(config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("delay", "fragments", "inner"),
+    ("delay", "fragments", "more"),
     [
         (0, 1, {}),
         (1, 1, {}),
@@ -82,12 +88,14 @@ def simulated(config: Config) -> list[str]:
         (2, 2, {}),
         (0, 4, {}),
         (1, 4, {"sync": "scape", "density": 0.25}),
+        (0, 1, {"own": {"embed": EMBED}}),
+        (2, 2, {"own": {"embed": EMBED, "norms": {"tensors": ["norm.weight"]}}}),
     ],
 )
 def test_two_sites_do_what_the_simulation_does(
-    tmp_path: Path, delay: int, fragments: int, inner: dict[str, Any]
+    tmp_path: Path, delay: int, fragments: int, more: dict[str, Any]
 ) -> None:
-    config = config_of_run(delay, sites=("oslo", "paris"), fragments=fragments, **inner)
+    config = config_of_run(delay, sites=("oslo", "paris"), fragments=fragments, **more)
     with run_of(tmp_path / "state", config) as coordinator:
         lives = [Life(coordinator.address, site) for site in SITES]
         for life in lives:

@@ -27,6 +27,8 @@ from loco.config import (
 )
 from loco.errors import ConfigError
 
+HEAD = "[outer.own_fragments.head]\ntensors = ['lm_head.weight']"
+
 
 def refused(text: str) -> str:
     """The message for a config that is not accepted."""
@@ -43,6 +45,7 @@ def refused(text: str) -> str:
     [
         ("[run]\nround = 3", "unknown key 'run.round' (did you mean 'rounds'?)"),
         ("[runn]\nrounds = 3", "unknown key 'runn' (did you mean 'run'?)"),
+        (f"{HEAD}\nks = 3", "'outer.own_fragments.head.ks' (did you mean 'k'?)"),
         ("[codec]\nzzz = 1", "unknown key 'codec.zzz' (known keys: bits, k, k_start, k_ramp_round"),
         ("rounds = 3", "unknown key 'rounds'"),
     ],
@@ -65,6 +68,26 @@ def test_an_unknown_key_names_the_nearest_known_one(text: str, told: str) -> Non
         ("[codec]\nk = 0", "codec.k", "0", "greater than or equal to 1"),
         ("[codec]\nk_sites = 0", "codec.k_sites", "0", "greater than or equal to 1"),
         ("[outer]\nfragments = 0", "outer.fragments", "0", "greater than or equal to 1"),
+        (f"{HEAD}\nk = 0", "outer.own_fragments.head.k", "0", "greater than or equal to 1"),
+        (f"{HEAD}\nbits = 32", "outer.own_fragments.head.bits", "32", "1 or 2"),
+        (
+            f"{HEAD}\naggregation = 'nesterov'",
+            "outer.own_fragments.head.aggregation",
+            "'nesterov'",
+            "'mean_contributors' or 'mean'",
+        ),
+        (
+            "[outer.own_fragments.a]\ntensors = []",
+            "outer.own_fragments.a.tensors",
+            "[]",
+            "at least 1",
+        ),
+        (
+            HEAD.replace(".head", ".Head"),
+            "outer.own_fragments.Head.[key]",
+            "'Head'",
+            "pattern",
+        ),
         ("[outer]\naggregation = 'median'", "outer.aggregation", "'median'", "'mean'"),
         ("[outer]\nbeta = 1.0", "outer.beta", "1.0", "less than 1"),
         ("[quorum]\nmin_sites = 0", "quorum.min_sites", "0", "greater than or equal to 1"),
@@ -111,6 +134,11 @@ def test_a_whole_number_is_welcome_where_a_fraction_may_stand() -> None:
         ("[model]\nnum_heads = 4\nnum_kv_heads = 3", "num_kv_heads = 3 must divide num_heads = 4"),
         ("[codec]\nk_start = 128", "k_start and k_ramp_rounds belong together"),
         ("[outer]\nfragments = 2\n[codec]\nbits = 32", "fragments = 2 needs sparse contributions"),
+        (f"{HEAD}\n[codec]\nbits = 32", "own_fragments.head needs sparse contributions"),
+        (
+            f"{HEAD}\n[outer.own_fragments.b]\ntensors = ['w', 'lm_head.weight']",
+            "own_fragments.b.tensors: 'lm_head.weight' is in 'head' already",
+        ),
         ("[codec]\nk_ramp_rounds = 4", "k_start and k_ramp_rounds belong together"),
         ("[outer]\naggregation = 'nesterov'", "codec.bits = 32, not 2"),
         ("[inner]\nexclude_in_flight = true", "exclude_in_flight = true needs inner.delay = 1"),
@@ -139,6 +167,13 @@ def test_a_schedule_of_alpha_is_read_from_toml_and_survives_the_wire() -> None:
     text = "[outer]\nalpha = 1.0\nalpha_steps = { 100 = 0.65, 500 = 0.4 }\n"
     config = parse_config(text, source="run.toml")
     assert config.outer.alpha_steps == {100: 0.65, 500: 0.4}
+    assert config_from_json(config.to_json()) == config
+
+
+def test_own_fragments_are_read_from_toml_and_survive_the_wire() -> None:
+    config = parse_config(f"{HEAD}\nk = 256\nbits = 1\naggregation = 'mean'", source="run.toml")
+    head = config.outer.own_fragments["head"]
+    assert (head.tensors, head.k, head.bits) == (("lm_head.weight",), 256, 1)
     assert config_from_json(config.to_json()) == config
 
 
@@ -245,7 +280,9 @@ SECTION_OF = {
     field.annotation.__name__: name
     for name, field in Config.model_fields.items()
     if field.annotation is not None
-} | {"Density": "codec", "Alpha": "outer"}  # protocols of loco.outer, which imports no config
+} | {  # protocols of loco.outer, which imports no config
+    "Density": "codec", "Coded": "codec", "Alpha": "outer", "Fragmented": "outer",
+}  # fmt: skip
 
 FOR_PEOPLE = {  # to show a value is not to obey it
     "coordinator/monitor.py", "loco/demo/report.py", "loco/doctor/run.py", "loco/plan_view.py",

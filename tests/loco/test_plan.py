@@ -19,13 +19,13 @@ from support.runs import Array, config_of, shard_body, vector
 from benchmarks.recorded import WAN_RUNS, read, wan_setting
 from loco import codec
 from loco.codec import HEADER_BYTES
-from loco.config import Config
+from loco.config import Config, OuterConfig
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout
 from loco.model import save_parameters
-from loco.outer import in_fragment
+from loco.outer import Fragments
 from loco.outer.step import OuterRules, Piece, outer_step
-from loco.plan import Setting, advice, contribution_size, predict, update_size
+from loco.plan import OwnFragment, Setting, advice, contribution_size, predict, update_size
 from loco.plan_view import layout_of_config
 
 # Matrices, and vectors shorter than a chunk: 200 of them, as in a real model.
@@ -83,11 +83,46 @@ def test_an_update_of_independent_sites_has_the_predicted_size(sites: int, k: in
 
 def test_a_round_of_fragments_has_the_predicted_size() -> None:
     a, zero = vector(LAYOUT, seed=3), np.zeros(LAYOUT.num_elements, np.float32)
-    active = in_fragment(range(LAYOUT.num_chunks), 4, 1)
+    outer = OuterConfig(fragments=4)
+    active = Fragments(outer, LAYOUT).in_round(range(LAYOUT.num_chunks), 1)
     sent = codec.encode_fragment(a, zero, zero.copy(), active=active, beta=0.0, k=64, bits=2)
     predicted, values = contribution_size(replace(SETTING, fragments=4))
     assert predicted == pytest.approx(len(sent.payload), rel=0.05, abs=400)
     assert values == pytest.approx(sent.num_values, rel=0.05)
+
+
+def test_a_round_is_the_mean_over_the_turns_of_fragments_with_rules_of_their_own() -> None:
+    own = {"embed": {"tensors": ["embed"], "k": 512, "bits": 1}}
+    layout = Layout.of([("embed", (40, 4096)), ("w", (200, 4096))])
+    outer = OuterConfig.model_validate({"fragments": 2, "own_fragments": own})
+    fragments, zero = Fragments(outer, layout), np.zeros(layout.num_elements, np.float32)
+    sent, updates = [], []
+    for round_, (k, bits) in enumerate([(64, 2), (64, 2), (512, 1)]):
+        active = fragments.in_round(range(layout.num_chunks), round_)
+        both = [
+            codec.encode_fragment(
+                vector(layout, site), zero, zero.copy(), active=active, beta=0.0, k=k, bits=bits
+            )
+            for site in range(2)
+        ]
+        sent.append(both[0])
+        pieces = [
+            Piece(start=0, num_elements=zero.size, weight=0.5, scale=1.0, payload=one.payload)
+            for one in both
+        ]
+        rules = OuterRules(aggregation="mean", alpha=1.0, momentum=0.0, bits=bits)
+        buffers = {"theta": zero.copy(), "residual": zero.copy(), "momentum": None}
+        updates.append(len(outer_step(rules, pieces, **buffers)))
+    setting = replace(
+        SETTING,
+        layout=layout,
+        fragments=2,
+        own_fragments=(OwnFragment(tensors=frozenset(["embed"]), k=512, bits=1),),
+    )
+    up, values = contribution_size(setting)
+    assert up == pytest.approx(np.mean([len(one.payload) for one in sent]), rel=0.05, abs=400)
+    assert values == pytest.approx(np.mean([one.num_values for one in sent]), rel=0.01)
+    assert update_size(setting)[0] == pytest.approx(np.mean(updates), rel=0.05, abs=400)
 
 
 def test_an_update_does_not_grow_with_sites_that_share_k() -> None:
