@@ -1,7 +1,8 @@
 """Receiving one shard of a contribution: header, blocks, checks, disk, and only then the answer.
 
 Bytes gather in `incoming/`, under a name with their digest; a stream that breaks off leaves them
-there, and the next one goes on behind them. `coordinator.finish` makes the whole shard durable.
+there, and the next one goes on behind them. `coordinator.finish` writes and checks them as they
+come, and makes the whole shard durable.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from google.protobuf.message import Message
 
 from coordinator.admission import check_push
-from coordinator.contributions import Checked
 from coordinator.engine import DISK_FULL, Engine
 from coordinator.events import Duplicate, ShardRefused, ShardStored
 from coordinator.files import is_disk_full
-from coordinator.finish import Finisher, Upload, write_at
+from coordinator.finish import Finisher, Upload
+from coordinator.inspection import Checked
 from coordinator.monitor import Monitor
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
 from loco import codec
@@ -111,7 +112,7 @@ class Uploads:
             if before is not None:
                 async with writer.lock:  # who comes next waits for this one
                     await _to_its_end(before.idle())
-            upload = Upload(event, path, offset=header.offset)
+            upload = self._finisher.begin(event, path, header.offset)
             await self._write(first, requests, upload, writer)
             work = self._finisher.finish(upload)
             work.add_done_callback(lambda done: self._count_stored(event, done))
@@ -246,9 +247,7 @@ class Uploads:
                 upload.last = data
                 upload.whole = True
             else:
-                writing = asyncio.to_thread(write_at, upload.path, upload.offset, data)
-                await _to_its_end(writing)
-                upload.offset += len(data)
+                await _to_its_end(self._finisher.write(upload, data))
 
     # --- answer ----------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ its binary part; the gaps have no u8, because each chunk has its own parameter.
 from __future__ import annotations
 
 import numpy as np
+import xxhash
 
 from loco.codec.backend import operations
-from loco.codec.header import Buffer, Header
+from loco.codec.header import Buffer, Header, low_bits
 from loco.codec.rice import (
     MAX_RICE,
     Bytes,
@@ -117,6 +118,28 @@ def read_dense(body: Buffer) -> Floats:
     if not np.isfinite(values).all():
         raise PayloadError("non_finite", "a value is NaN or infinite")
     return values
+
+
+class DenseBody:
+    """The body of a dense payload that comes in pieces: nobody needs all of it in memory.
+
+    Its values are those of `read_dense`, but for the check for finiteness, which is the caller's.
+    """
+
+    def __init__(self, header: Header) -> None:
+        """`header` is of a payload with bits = 32."""
+        self._expected = header.body_checksum
+        self._sum = xxhash.xxh3_64()
+
+    def take(self, piece: Buffer) -> Floats:
+        """The values of the next bytes, a multiple of four.  # [len(piece) / 4] fp32"""
+        self._sum.update(piece)
+        return np.frombuffer(piece, "<f4")
+
+    def finish(self) -> None:
+        """PayloadError (`bad_checksum`) unless what was taken has the header's checksum."""
+        if low_bits(self._sum.intdigest()) != self._expected:
+            raise PayloadError("bad_checksum", "the body does not match its checksum")
 
 
 class Reader:

@@ -68,7 +68,12 @@ class Header:
 
 def checksum(data: Buffer) -> int:
     """Low 32 bits of XXH3-64 with seed 0."""
-    return xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF
+    return low_bits(xxhash.xxh3_64_intdigest(data))
+
+
+def low_bits(hash_: int) -> int:
+    """Of an XXH3-64, what a header has room for."""
+    return hash_ & 0xFFFFFFFF
 
 
 def write_header(

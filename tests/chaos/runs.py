@@ -12,14 +12,15 @@ def exact_run(seed: int, rounds: int = ENDLESS) -> Raw:
 
     No site makes inner steps while it waits (`max_local_steps`), nobody is given up
     (`dead_after_seconds`), no round closes early (`grace_seconds`). Of even seeds one of the two
-    inner steps is made while the exchange goes on.
+    inner steps is made while the exchange goes on; of every other pair of seeds (2, 3, 6, 7, ...)
+    three fragments take turns.
     """
     return {
         "run": {"name": "exact", "seed": seed, "rounds": rounds},
         "model": _model(dim=32, num_layers=1),
         "data": {"batch": 4},
         "inner": {"steps": 2, "max_local_steps": 2, "warmup_steps": 0},
-        "outer": {"delay_steps": 1 - seed % 2},
+        "outer": {"delay_steps": 1 - seed % 2, "fragments": 3 if seed % 4 >= 2 else 1},
         "codec": {"k": 256, "k_sites": 1},
         "quorum": {
             "min_sites": 2,

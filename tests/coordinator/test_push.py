@@ -19,7 +19,7 @@ import pytest
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, shard_body, vector
 
-from coordinator import upload
+from coordinator import finish
 from loco import codec
 from loco.codec.header import _FIELDS, DENSE_BITS, MAGIC, VERSION, checksum, write_header
 from loco.digest import bytes_digest
@@ -353,7 +353,7 @@ def test_the_last_write_of_a_stream_that_is_gone_comes_before_those_of_the_next(
     coordinator: Coordinator, paris: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread cannot be stopped; after them it would damage what was checked and accepted."""
-    write_at, begun, go_on = upload.write_at, threading.Event(), threading.Event()
+    write_at, begun, go_on = finish.write_at, threading.Event(), threading.Event()
 
     def slowly(path: Path, offset: int, data: bytes) -> None:
         if not begun.is_set():
@@ -361,7 +361,7 @@ def test_the_last_write_of_a_stream_that_is_gone_comes_before_those_of_the_next(
             assert go_on.wait(20)
         write_at(path, offset, data)
 
-    monkeypatch.setattr(upload, "write_at", slowly)
+    monkeypatch.setattr(finish, "write_at", slowly)
     body = body_of()
     gone = Streaming(paris, paris.header(0, body))
     gone.send(body[:10])
