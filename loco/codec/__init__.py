@@ -9,7 +9,7 @@ Importing this package imports neither torch nor numba. The bytes: docs/protocol
 from loco.codec.backend import warm_up, warm_up_beside
 from loco.codec.body import DenseBody
 from loco.codec.feedback import FeedbackEncoded, encode_feedback
-from loco.codec.fragment import encode_fragment
+from loco.codec.fragment import encode_chunks, encode_fragment
 from loco.codec.header import DENSE_BITS, HEADER_BYTES, REASONS, Header, payload_length, peek
 from loco.codec.payload import Decoded, Encoded, decode, decode_add, encode, encode_dense
 from loco.errors import PayloadError
@@ -27,6 +27,7 @@ __all__ = [
     "decode",
     "decode_add",
     "encode",
+    "encode_chunks",
     "encode_dense",
     "encode_feedback",
     "encode_fragment",

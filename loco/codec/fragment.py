@@ -1,11 +1,12 @@
-"""Error feedback on some chunks only: the fragment whose turn it is (`outer.fragments`)."""
+"""Some chunks only of what a payload describes: the fragment whose turn it is."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from loco.codec.feedback import FeedbackEncoded, encode_feedback
-from loco.codec.payload import to_bytes
+from loco.codec.payload import Encoded, encode, to_bytes
+from loco.codec.rice import Ints
 from loco.codec.selection import Bools, Floats, Selection
 
 
@@ -50,6 +51,29 @@ def encode_fragment(
         payload=to_bytes(selection),
         originals=encoded.originals,
         norm_sq=float(np.dot(ef, ef)),
+    )
+
+
+def encode_chunks(
+    a: Floats, *, active: Bools, k: int | Ints, bits: int, chunk: int = 4096
+) -> Encoded:
+    """`encode` of the A active ones of C chunks, as a payload of all; the others send nothing.
+
+    Args:
+        a: [A, chunk] fp32, the active chunks in order.
+        active: [C] which they are.
+        k: one for all of them, or [A].
+        bits, chunk: as `encode`.
+
+    Raises:
+        NonFiniteError: counts elements of the active chunks only.
+        ValueError: as `encode`.
+    """
+    part = encode(a, k=k, bits=bits, chunk=chunk).selection
+    assert part is not None
+    selection = _spread(part, active)
+    return Encoded(
+        num_elements=selection.num_elements, selection=selection, payload=to_bytes(selection)
     )
 
 

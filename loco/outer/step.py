@@ -56,19 +56,20 @@ def outer_step(
 ) -> bytes:
     """Aggregate one cell, make its part of the update, apply it to theta; return the payload."""
     total, weight_sum = _accumulate(pieces, theta.size)
-    if rules.aggregation == "nesterov":
-        assert momentum is not None
-        step = _nesterov(rules, total, momentum)
-    else:
-        if rules.aggregation == "mean_contributors":
-            np.divide(total, weight_sum, out=total, where=weight_sum > 0)
-        step = total
-        step *= np.float32(rules.alpha)
     # As many values a chunk as sites sent different coordinates of it: halving that costs 8 % of
     # loss, more gains nothing (measured: docs/lab-log.md).
     union = np.count_nonzero(weight_sum.reshape(-1, CHUNK), axis=1)  # [n / 4096]
-    del total, weight_sum  # a cell's arrays are 16 MB each, and encoding is the peak
-    payload = _encode(rules, step, union, residual)
+    if rules.aggregation == "nesterov":
+        assert momentum is not None
+        payload = codec.encode_dense(_nesterov(rules, total, momentum)).payload
+    elif rules.bits == codec.DENSE_BITS:
+        payload = codec.encode_dense(_mean(rules, total, weight_sum)).payload
+    else:
+        # Of chunks of which nothing came, another fragment's, only zeros are read.
+        sent = slice(None) if union.all() else union > 0
+        step = _mean(rules, *(a.reshape(-1, CHUNK)[sent] for a in (total, weight_sum)))
+        del total, weight_sum  # a cell's arrays are 16 MB each, and encoding is the peak
+        payload = _encode(rules, step, union, residual)
     apply_update(theta, payload)
     return payload
 
@@ -115,10 +116,24 @@ def _nesterov(rules: OuterRules, gradient: Array, momentum: Array) -> Array:
     return np.float32(rules.alpha) * (gradient + mu * momentum)
 
 
+def _mean(rules: OuterRules, total: Array, weight_sum: Array) -> Array:
+    """alpha * g, in the place of `total`."""
+    if rules.aggregation == "mean_contributors":
+        np.divide(total, weight_sum, out=total, where=weight_sum > 0)
+    total *= np.float32(rules.alpha)
+    return total
+
+
 def _encode(rules: OuterRules, step: Array, union: npt.NDArray[np.int64], residual: Array) -> bytes:
-    if rules.bits == 32:
-        return codec.encode_dense(step).payload
-    residual += step
-    update = codec.encode(residual, k=union, bits=rules.bits)
+    """`step` [S, 4096] of those S chunks whose `union` is not zero; `residual` is changed there."""
+    sent = union > 0
+    residual_CL = residual.reshape(-1, CHUNK)
+    if sent.all():
+        residual_CL += step
+        update = codec.encode(residual, k=union, bits=rules.bits)
+    else:
+        step += residual_CL[sent]
+        residual_CL[sent] = step
+        update = codec.encode_chunks(step, active=sent, k=union[sent], bits=rules.bits)
     residual[update.indices] -= update.values
     return update.payload

@@ -129,6 +129,36 @@ def test_the_downlink_sends_as_many_values_a_chunk_as_the_union() -> None:
     np.testing.assert_array_equal(np.bincount(update.indices // CHUNK, minlength=3), union)
 
 
+@pytest.mark.parametrize("aggregation", ["mean", "mean_contributors"])
+@pytest.mark.parametrize("sent", [(), (1,), (0, 2), (0, 1, 2)])
+def test_chunks_of_which_nothing_came_are_left_out_and_all_bits_are_as_if_they_were_not(
+    aggregation: str, sent: tuple[int, ...]
+) -> None:
+    """A fragment's round, against the step written out over the whole cell."""
+    active = np.repeat(np.isin(np.arange(3), sent), CHUNK)
+    pieces = []
+    for seed, weight in enumerate((0.7, 0.3)):
+        some = np.where(active, normal(seed), np.float32(0))
+        pieces.append(piece(codec.encode(some, k=64, bits=2).payload, weight))
+    theta, residual, payload = run(
+        rules(aggregation, alpha=0.9, bits=2), pieces, theta=normal(7), residual=normal(8)
+    )
+    total, weights = np.zeros(NUM, np.float32), np.zeros(NUM, np.float32)
+    for part in pieces:
+        codec.decode_add(part.payload, total, weight=part.weight, weight_acc=weights)
+    if aggregation == "mean_contributors":
+        total[weights > 0] /= weights[weights > 0]
+    s = normal(8) + np.float32(0.9) * total
+    union = np.count_nonzero(weights.reshape(3, CHUNK), axis=1)
+    d = codec.encode(s, k=union, bits=2)
+    s[d.indices] -= d.values
+    wanted = normal(7)
+    wanted[d.indices] -= d.values
+    assert payload == d.payload
+    assert (theta.tobytes(), residual.tobytes()) == (wanted.tobytes(), s.tobytes())
+    assert (d.num_values > 0) == bool(sent)
+
+
 def test_a_clipped_contribution_keeps_its_weight() -> None:
     payload, dense = sparse(0)
     theta, _, _ = run(rules("mean_contributors"), [piece(payload, 0.5, scale=0.25)])
