@@ -109,13 +109,13 @@ def _check_round(state: State, event: ShardStored) -> Refuse | None:
 
 
 def _check_shard(state: State, event: ShardStored, have: Contribution | None) -> Refuse | None:
-    num_ranks = state.sites[event.site].num_ranks
-    if event.num_shards != num_ranks or not 0 <= event.shard < num_ranks or event.fragment != 0:
+    num_shards = state.sites[event.site].num_shards
+    if event.num_shards != num_shards or not 0 <= event.shard < num_shards or event.fragment != 0:
         return Refuse(
             reason="shard",
             message=f"shard {event.shard} of {event.num_shards}, fragment {event.fragment}: site "
-            f"{event.site!r} joined with {num_ranks} shards, so they are 0 to {num_ranks - 1} of "
-            f"{num_ranks}, fragment 0",
+            f"{event.site!r} joined with {num_shards} shards, so they are 0 to {num_shards - 1} of "
+            f"{num_shards}, fragment 0",
         )
     if event.tokens < 1:
         return Refuse(

@@ -25,7 +25,7 @@ class SiteJoined(Event):
 
     site: str
     instance: str
-    num_ranks: int
+    num_shards: int
     """Shards of its contributions: its ranks, or a multiple of them (worker/lanes.py)."""
 
 

@@ -75,7 +75,7 @@ RULES: dict[str, Rule] = {
         counts_as=20.0,  # it is journaled, and wakes all sites that wait
         audit=lambda request, response: {
             "site": request.site,
-            "ranks": request.num_ranks,
+            "shards": request.num_shards,
             "incarnation": response.incarnation,
         },
     ),

@@ -130,7 +130,7 @@ def _joined(state: State, event: SiteJoined, now: float) -> State:
     life = Site(
         incarnation=1,
         instance=event.instance,
-        num_ranks=event.num_ranks,
+        num_shards=event.num_shards,
         status="syncing",
         heard_at=now,
     )
@@ -141,7 +141,7 @@ def _joined(state: State, event: SiteJoined, now: float) -> State:
             known,
             incarnation=known.incarnation + 1,
             instance=life.instance,
-            num_ranks=life.num_ranks,
+            num_shards=life.num_shards,
             status=life.status,
             heard_at=now,
         )

@@ -175,7 +175,7 @@ class Monitor:
         incarnation = state.sites[event.site].incarnation
         self.told[event.site] = Told(incarnation=incarnation, baseline_known=True)
         self._appear(event.site)
-        message = f"site {event.site} joined with {event.num_ranks} shards (incarnation"
+        message = f"site {event.site} joined with {event.num_shards} shards (incarnation"
         self._note("joined", f"{message} {incarnation})", site=event.site)
 
     def _departed(self, site: str, how: str, why: str) -> None:

@@ -148,7 +148,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         self._check_run(request.run_id)
         self._check_joiner(request)
         event = SiteJoined(
-            site=request.site, instance=request.instance, num_ranks=request.num_ranks
+            site=request.site, instance=request.instance, num_shards=request.num_shards
         )
         raise_refusal(await self._engine.submit(event))
         state, snapshot = self._engine.state, self._store.snapshots.newest()
@@ -308,10 +308,10 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 f"{config_hash[:16]!r}: fetch the run's config again",
             )
         self._check_layout(request)
-        if not 1 <= request.num_ranks <= self._store.layout.num_chunks:
+        if not 1 <= request.num_shards <= self._store.layout.num_chunks:
             raise RefusedRequest(
                 "shard",
-                f"site {request.site!r} has {request.num_ranks} ranks; this model of "
+                f"site {request.site!r} has {request.num_shards} shards; this model of "
                 f"{self._store.layout.num_chunks} chunks can be sharded over 1 to "
                 f"{self._store.layout.num_chunks}",
             )

@@ -44,7 +44,7 @@ class Site:
 
     incarnation: int
     instance: str
-    num_ranks: int
+    num_shards: int
     status: SiteStatus
     heard_at: float
     rounds_included: int = 0

@@ -98,7 +98,7 @@ def _site(monitor: Monitor, name: str, site: Site, state: State) -> dict[str, An
         "name": name,
         "status": site.status,
         "incarnation": site.incarnation,
-        "ranks": told.ranks or site.num_ranks,
+        "ranks": told.ranks,
         "members": told.membership.members,
         "member_changes": told.membership.changes,
         "quorums": told.membership.quorums,

@@ -152,7 +152,7 @@ class Session:
         return self._call(lambda stub: stub.GetRun, request)
 
     def join(
-        self, run: pb.GetRunResponse, layout: Layout, num_ranks: int, have: Have | None
+        self, run: pb.GetRunResponse, layout: Layout, num_shards: int, have: Have | None
     ) -> pb.JoinResponse:
         """Enter the run; `have` tells of the theta in the site's checkpoint."""
         request = pb.JoinRequest(
@@ -160,7 +160,7 @@ class Session:
             run_id=run.run_id,
             site=self._site,
             instance=self._instance,
-            num_ranks=num_ranks,
+            num_shards=num_shards,
             config_hash=run.config_hash,
             layout_fingerprint=layout.fingerprint,
             layout=[pb.TensorSpec(name=p.name, shape=p.shape) for p in layout.parameters],

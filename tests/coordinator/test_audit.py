@@ -34,7 +34,7 @@ def refuse(log: Audit, message: str = "no") -> None:
 
 def test_a_line_says_who_from_where_and_when(tmp_path: Path) -> None:
     log = Audit(tmp_path, Clock())
-    log.write("join", "site 'paris'", "ipv4:10.0.0.7:50", site="paris", ranks=2, text='100 %s "\n')
+    log.write("join", "site 'paris'", "ipv4:10.0.0.7:50", site="paris", shards=2, text='100 %s "\n')
     log.close()
     assert lines(tmp_path / FILE) == [
         {
@@ -43,7 +43,7 @@ def test_a_line_says_who_from_where_and_when(tmp_path: Path) -> None:
             "who": "site 'paris'",
             "peer": "ipv4:10.0.0.7:50",
             "site": "paris",
-            "ranks": 2,
+            "shards": 2,
             "text": '100 %s "\n',
         }
     ]

@@ -107,7 +107,7 @@ def test_a_cancelled_caller_does_not_part_the_journal_from_the_state(tmp_path: P
 
     async def scenario() -> Engine:
         engine = Engine(store, lambda _event, _state: None)
-        await engine.submit(SiteJoined(site="paris", instance="a", num_ranks=1))
+        await engine.submit(SiteJoined(site="paris", instance="a", num_shards=1))
         store.journal.append = append_slowly  # type: ignore[method-assign]
         caller = asyncio.create_task(engine.submit(SiteReady(site="paris", incarnation=1)))
         assert await asyncio.to_thread(writing.wait, 10)

@@ -64,7 +64,7 @@ async def opened(store: Store) -> Engine:
     """An engine whose round 0 is open for all sites."""
     engine = Engine(store, lambda _event, _state: None)
     for site in SITES:
-        await engine.submit(SiteJoined(site=site, instance="a", num_ranks=1))
+        await engine.submit(SiteJoined(site=site, instance="a", num_shards=1))
     for site in SITES:
         await engine.submit(SiteReady(site=site, incarnation=1))
     assert engine.state.phase == "open"

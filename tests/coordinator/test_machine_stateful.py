@@ -106,7 +106,7 @@ class Rounds(RuleBasedStateMachine):
             round=self.state.round,
             fragment=0,
             shard=shard,
-            num_shards=known.num_ranks,
+            num_shards=known.num_shards,
             size_bytes=1,
             digest=f"{site}.{shard}.{self.state.round}",
             tokens=10,
@@ -126,7 +126,7 @@ class Rounds(RuleBasedStateMachine):
     @rule(site=NAMES, ranks=st.integers(1, 2))
     def join(self, site: str, ranks: int) -> None:
         self.instances += 1
-        self.submit(SiteJoined(site=site, instance=str(self.instances), num_ranks=ranks))
+        self.submit(SiteJoined(site=site, instance=str(self.instances), num_shards=ranks))
 
     @rule(site=NAMES, ranks=st.integers(1, 2))
     def arrive(self, site: str, ranks: int) -> None:
@@ -150,7 +150,7 @@ class Rounds(RuleBasedStateMachine):
     @rule(data=st.data())
     def contribute_whole(self, data: st.DataObject) -> None:
         site = data.draw(st.sampled_from(self.state.expected))
-        for shard in range(self.state.sites[site].num_ranks):
+        for shard in range(self.state.sites[site].num_shards):
             self.push(site, shard)
 
     @precondition(lambda self: self.state.sites)
@@ -158,7 +158,7 @@ class Rounds(RuleBasedStateMachine):
     def contribute(self, data: st.DataObject, stale: bool) -> None:
         site = data.draw(st.sampled_from(sorted(self.state.sites)))
         known = self.state.sites[site]
-        shard = data.draw(st.integers(0, known.num_ranks - 1))
+        shard = data.draw(st.integers(0, known.num_shards - 1))
         self.push(site, shard, incarnation=known.incarnation - stale)
 
     @precondition(lambda self: self.state.sites)
@@ -172,7 +172,7 @@ class Rounds(RuleBasedStateMachine):
             site=site,
             incarnation=known.incarnation,
             round=self.state.round,
-            shard=data.draw(st.integers(0, known.num_ranks - 1)),
+            shard=data.draw(st.integers(0, known.num_shards - 1)),
             data_cursor=cursor,
             reason=reason,
         )

@@ -338,8 +338,8 @@ def test_a_refused_request_leaves_the_round_as_it_was(
     ("changes", "reason", "named"),
     [
         ({"run_id": "x"}, "run_id", "run 'x'"),
-        ({"num_ranks": 0}, "shard", "has 0 ranks"),
-        ({"num_ranks": 99}, "shard", "can be sharded over 1 to"),
+        ({"num_shards": 0}, "shard", "has 0 shards"),
+        ({"num_shards": 99}, "shard", "can be sharded over 1 to"),
         ({"have_round": 3}, "ahead", "holds round 3, this coordinator is at round 0"),
         ({"layout_fingerprint": "f00"}, "layout", "fingerprint 'f00'"),
         ({"layout": []}, "layout", ""),

@@ -145,7 +145,7 @@ def test_a_flipped_byte_of_the_journal_is_found_or_changes_nothing(copy: Path) -
     assert found > 10, "most of a short journal is room for more"
 
 
-@pytest.mark.parametrize("text", [b'"tokens":100', b'"num_ranks":2', b'"rounds":20', b"test-run"])
+@pytest.mark.parametrize("text", [b'"tokens":100', b'"num_shards":2', b'"rounds":20', b"test-run"])
 def test_a_changed_number_in_the_journal_is_found(copy: Path, text: bytes) -> None:
     """What is still valid for SQLite and JSON, and would lead to another run."""
     path = copy / "journal.sqlite"

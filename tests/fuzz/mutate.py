@@ -119,7 +119,7 @@ class Mutator:
             run_id=self._run.run_id,
             site=self._site,
             instance=f"{self._random.getrandbits(64):x}",
-            num_ranks=1,
+            num_shards=1,
             config_hash=self._run.config_hash,
             layout_fingerprint=LAYOUT.fingerprint,
             layout=[pb.TensorSpec(name=p.name, shape=p.shape) for p in LAYOUT.parameters],

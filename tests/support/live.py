@@ -130,7 +130,7 @@ class Member:
             "run_id": self.store.run_id,
             "site": self.site,
             "instance": f"{self.site}-{id(self)}",
-            "num_ranks": self.ranks,
+            "num_shards": self.ranks,
             "config_hash": self.store.config.hash(),
             "layout_fingerprint": layout.fingerprint,
             "layout": [pb.TensorSpec(name=p.name, shape=p.shape) for p in layout.parameters],

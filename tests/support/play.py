@@ -74,7 +74,7 @@ class Play:
 
     def join(self, site: str, instance: str = "a", ranks: int = 1) -> None:
         """Join, and hold theta of the current round."""
-        self.submit(SiteJoined(site=site, instance=instance, num_ranks=ranks))
+        self.submit(SiteJoined(site=site, instance=instance, num_shards=ranks))
         incarnation = self.state.sites[site].incarnation
         self.submit(SiteReady(site=site, incarnation=incarnation))
 

@@ -147,7 +147,7 @@ def _incarnation(state: State, site: str, given: tuple[str, ...]) -> int:
 
 EVENTS: dict[str, Callable[..., Event]] = {
     "join": lambda state, site, instance, ranks="1": SiteJoined(
-        site=site, instance=instance, num_ranks=int(ranks)
+        site=site, instance=instance, num_shards=int(ranks)
     ),
     "leave": lambda state, site, *inc: SiteLeft(
         site=site, incarnation=_incarnation(state, site, inc), reason="done"

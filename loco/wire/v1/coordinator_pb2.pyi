@@ -417,7 +417,7 @@ class JoinRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
-    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
     CONFIG_HASH_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
@@ -431,7 +431,7 @@ class JoinRequest(_message.Message):
     """The site's name: 1 to 32 of a-z, 0-9, '-', '_'."""
     instance: _builtins.str
     """Random per process life: a repeated Join of the same life gets the same incarnation."""
-    num_ranks: _builtins.int
+    num_shards: _builtins.int
     """Shards of the site's contributions: its ranks, or a multiple of them where contributions are
     so large that each rank uploads several parts side by side.
     """
@@ -454,7 +454,7 @@ class JoinRequest(_message.Message):
         run_id: _builtins.str = ...,
         site: _builtins.str = ...,
         instance: _builtins.str = ...,
-        num_ranks: _builtins.int = ...,
+        num_shards: _builtins.int = ...,
         config_hash: _builtins.str = ...,
         layout_fingerprint: _builtins.str = ...,
         layout: _abc.Iterable[Global___TensorSpec] | None = ...,
@@ -463,7 +463,7 @@ class JoinRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_have_round", b"_have_round", "have_round", b"have_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_round", b"_have_round", "config_hash", b"config_hash", "have_digest", b"have_digest", "have_round", b"have_round", "instance", b"instance", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_ranks", b"num_ranks", "protocol_version", b"protocol_version", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_round", b"_have_round", "config_hash", b"config_hash", "have_digest", b"have_digest", "have_round", b"have_round", "instance", b"instance", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__have_round: _TypeAlias = _typing.Literal["have_round"]  # noqa: Y015
     _WhichOneofArgType__have_round: _TypeAlias = _typing.Literal["_have_round", b"_have_round"]  # noqa: Y015

@@ -20,7 +20,7 @@ from loco.wire.v1 import coordinator_pb2 as pb
 
 # Counts of things of which nobody has four thousand millions.
 SMALL = {
-    "protocol_version", "num_ranks", "ranks", "shard", "num_shards", "fragment", "members", "k",
+    "protocol_version", "ranks", "shard", "num_shards", "fragment", "members", "k",
 }  # fmt: skip
 NARROW = (
     FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_SINT32,
