@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from loco.config import Config, ModelConfig
-from loco.errors import ConfigError, DataError
+from loco.errors import ConfigError, DataError, LocoError
 from loco.layout import Layout
 from loco.model import Llama, unpack
 from loco.model.hugging_face import build_hugging_face
@@ -49,7 +49,8 @@ def export(
 ) -> None:
     """Write `theta` ([layout.num_elements] fp32, padded) as a directory `out` in one of `FORMATS`.
 
-    The directory appears whole or not at all. ConfigError if `out` exists and is not an empty one.
+    The directory appears whole or not at all. ConfigError if `out` exists and is not an empty one,
+    LocoError if it cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format {form!r} is not known: use {' or '.join(FORMATS)}")
@@ -62,18 +63,25 @@ def export(
         raise ConfigError(f"{out} exists and is not an empty directory: choose another --out")
     aside = out.with_name(out.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    tensors = unpack(theta, layout)
+    try:
+        aside.mkdir(parents=True)
+        _write(unpack(theta, layout), config, aside, form)
+        aside.replace(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise LocoError(f"cannot write {out}: {error}; make room, or give another --out") from error
+
+
+def _write(tensors: dict[str, NDArray[np.float32]], config: Config, to: Path, form: str) -> None:
     if form == "safetensors":
-        save_file(tensors, aside / "theta.safetensors", metadata={"format": "pt"})
+        save_file(tensors, to / "theta.safetensors", metadata={"format": "pt"})
     elif config.model.hf:
-        _write_hugging_face(tensors, config, aside)
+        _write_hugging_face(tensors, config, to)
     else:
         published = {_published(name): tensor for name, tensor in tensors.items()}
-        save_file(published, aside / "model.safetensors", metadata={"format": "pt"})
-        _write_json(aside / "config.json", _llama_config(config.model))
-        _write_tokenizer(config, aside)
-    aside.replace(out)
+        save_file(published, to / "model.safetensors", metadata={"format": "pt"})
+        _write_json(to / "config.json", _llama_config(config.model))
+        _write_tokenizer(config, to)
 
 
 def _write_hugging_face(tensors: dict[str, NDArray[np.float32]], config: Config, to: Path) -> None:

@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NoReturn
 
 from loco.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LocoError
 
+_PACKAGES = frozenset({"loco", "coordinator", "worker"})
 _PR_SET_PDEATHSIG = 1
 _PARENT = "LOCO_PARENT_PID"
 _MOST_FILES = 65_536
@@ -53,7 +56,18 @@ def exit_code_of(work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         print("loco: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except OSError as error:  # a full or read-only disk, in a place that does not expect it
+        print(f"loco: this machine refused: {error} ({_place_of(error)})", file=sys.stderr)
+        return EXIT_FAILED
     return EXIT_DONE
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of ours on an error's way."""
+    calls = traceback.extract_tb(error.__traceback__)
+    ours = [call for call in calls if not _PACKAGES.isdisjoint(Path(call.filename).parts)]
+    place = (ours or calls)[-1]
+    return f"{Path(place.filename).name}, line {place.lineno}"
 
 
 def end_with(work: Callable[[], object]) -> NoReturn:

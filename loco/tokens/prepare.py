@@ -190,12 +190,18 @@ def make_shard(item: Item, out: Path, wanted: Manifest) -> None:
             raw = text.encode()
             kept = xxhash.xxh3_64_intdigest(raw) % HELD_OUT_STEPS >= held_out
             writers["train" if kept else "validation"].add(tokens, len(raw))
-    shards = [
-        writer.write(out, split, item.number)  # type: ignore[arg-type]
-        for split, writer in writers.items()
-        if writer.num_documents
-    ]
-    _write_aside(_record(out, item), _SHARDS.dump_json(shards))
+    try:
+        shards = [
+            writer.write(out, split, item.number)  # type: ignore[arg-type]
+            for split, writer in writers.items()
+            if writer.num_documents
+        ]
+        _write_aside(_record(out, item), _SHARDS.dump_json(shards))
+    except OSError as error:
+        raise LocoError(
+            f"cannot write a shard to {out}: {error}; make room, then start again: what is done "
+            "stays"
+        ) from error
 
 
 class _Writer:

@@ -5,10 +5,14 @@ pytest tests/integration/test_bad_input.py
 
 from __future__ import annotations
 
+import resource
+import signal
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.cluster import Cluster, free_port, run_loco
+from support.cluster import SECONDS, Cluster, free_port, loco, run_loco
 
 from loco.demo.config import SITE_NAMES
 
@@ -116,6 +120,40 @@ def test_export_of_nothing(tmp_path: Path) -> None:
     arguments = ("export", "--state", str(tmp_path), "--out", str(tmp_path / "out"))
     refused(*arguments, code=2, says=(str(tmp_path), "holds no run"))
     assert not (tmp_path / "out").exists()
+
+
+def no_room(num_bytes: int) -> None:
+    """As on a full disk: no file takes more than so much."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+@pytest.mark.slow
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    """Every command that writes says what it could not, and leaves nothing half done."""
+    (tmp_path / "text.txt").write_text("We the people.\n" * 400)
+    with Cluster(tmp_path, run={"rounds": 1}, quorum={"min_sites": 1}) as cluster:
+        cluster.coordinator()
+        cluster.finish(cluster.site("paris"))
+    for room, arguments, says in (
+        (16, ("init", "new.toml"), "cannot write new.toml"),
+        (16, ("certs", "init", "ca"), "cannot write ca/ca.key"),
+        (16, ("data", "prepare", "text.txt", "--out", "tokens"), "cannot write to tokens"),
+        (2048, ("data", "prepare", "text.txt", "--out", "more"), "cannot write a shard to more"),
+        (49_152, ("export", "--state", "state", "--out", "model"), "state/work/theta"),
+        (16, ("coordinator", "run.toml", "--state", "new", "--listen", "127.0.0.1:0"), "refused"),
+    ):
+        done = subprocess.run(
+            loco(*arguments),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            preexec_fn=partial(no_room, room),
+            timeout=SECONDS,
+        )
+        assert done.returncode in (1, 2), done
+        assert says in done.stderr.strip().splitlines()[-1], done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

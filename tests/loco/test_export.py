@@ -6,6 +6,7 @@ Run alone: pytest tests/loco/test_export.py
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from loco.config import Config, DataConfig, ModelConfig
-from loco.errors import ConfigError, DataError
-from loco.export import export, load_exported
+from loco.errors import ConfigError, DataError, LocoError
+from loco.export import FORMATS, export, load_exported
 from loco.layout import Layout
 from loco.model import Llama, build_model, layout_of, pack
 
@@ -112,6 +113,18 @@ def test_what_an_interrupted_export_left_is_replaced(tmp_path: Path) -> None:
     export(*theta_of(TIED), Config(model=TIED), tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert not (tmp_path / "model" / "rest").exists()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_full_disk_leaves_nothing_behind(form: str, tmp_path: Path) -> None:
+    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)  # Python ignores SIGXFSZ
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, most))
+    try:
+        with pytest.raises(LocoError, match=r"cannot write .*/model: .*; make room, or give"):
+            export(*theta_of(TIED), Config(model=TIED), tmp_path / "model", form=form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_or_damaged_model_is_refused(tmp_path: Path) -> None:
