@@ -35,9 +35,9 @@ class Keys:
         self._seen = self._versions()
         self._looked_at = time.monotonic()
         self._revoked: frozenset[int] = frozenset()
-        self.bundle, self._revoked = self._read()
+        self.bundle = self._read_bundle()
         self._served = self.bundle
-        self.bundle.check_time()
+        self._revoked = self._read_revoked()
 
     # --- what the server needs ------------------------------------------------------------------
 
@@ -87,33 +87,43 @@ class Keys:
             if versions == self._seen:
                 return
             self._seen = versions
-            try:
-                bundle, self._revoked = self._read()
-            except LocoError as error:
-                log.error("the new credentials are not used, the old ones stay: %s", error)
-                return
-            if bundle.identity.serial != self.bundle.identity.serial:
-                self.bundle = bundle
+            for take in (self._take_bundle, self._take_revoked):  # one works without the other
+                try:
+                    take()
+                except LocoError as error:
+                    log.error("the new credentials are not used, the old ones stay: %s", error)
             log.info(
-                "credentials read again: valid until %s, %d certificates revoked",
+                "credentials looked at again: valid until %s, %d certificates revoked",
                 when(self.bundle.identity.not_after),
                 len(self._revoked),
             )
 
-    def _read(self) -> tuple[Bundle, frozenset[int]]:
+    def _take_bundle(self) -> None:
+        bundle = self._read_bundle()
+        if bundle.identity.serial != self.bundle.identity.serial:
+            self.bundle = bundle
+
+    def _take_revoked(self) -> None:
+        self._revoked = self._read_revoked()
+
+    def _read_bundle(self) -> Bundle:
         bundle = read_bundle(self._path)
         if bundle.identity.role != COORDINATOR:
             raise ConfigError(
                 f"{self._path} is the bundle of {bundle.identity}: a coordinator needs "
                 f"{COORDINATOR}.pem of loco certs init"
             )
+        bundle.check_time()
+        return bundle
+
+    def _read_revoked(self) -> frozenset[int]:
         revoked = self._path.with_name(REVOKED)
         if not revoked.exists():
             if self._revoked:  # its loss must not bring anyone back
                 raise ConfigError(f"{revoked} is gone")
             log.warning("there is no %s: no certificate is taken for revoked", revoked)
-            return bundle, frozenset()
-        return bundle, read_revoked(revoked, bundle.authority)
+            return frozenset()
+        return read_revoked(revoked, self.bundle.authority)
 
     def _versions(self) -> tuple[tuple[int, int] | None, ...]:
         return tuple(map(_version, (self._path, self._path.with_name(REVOKED))))

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from support.certs import Certs
+from support.certs import HOUR, Certs
 
 from coordinator import keys
 from coordinator.keys import REVOKED, Keys
@@ -91,6 +91,19 @@ def test_a_renewed_bundle_is_taken_up_and_another_role_is_not(certs: Certs) -> N
     certs.coordinator.write_bytes(certs.bundle("paris").read_bytes())
     own.look()
     assert own.bundle.identity.serial == before
+    expired = certs.odd(
+        "late", role="coordinator", hosts=("localhost",), begin=-2 * HOUR, end=-HOUR
+    )
+    certs.coordinator.write_bytes(expired.read_bytes())
+    own.look()
+    assert own.bundle.identity.serial == before, "sites would be locked out"
     certs.authority.issue("coordinator", role="coordinator")
     own.look()
     assert own.bundle.identity.serial != before
+
+
+def test_whoever_is_revoked_beside_a_spoiled_bundle_stays_out(certs: Certs) -> None:
+    paris, own = certs.bundle("paris"), certs.keys()
+    certs.coordinator.write_bytes(paris.read_bytes())
+    certs.authority.revoke("paris")
+    assert is_revoked(own, paris)
