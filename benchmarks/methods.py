@@ -32,7 +32,11 @@ a run is minutes of a core."""
 
 NO_RAMP = {"codec.k_start": "none", "codec.k_ramp_rounds": 0}
 PAPER = {**NO_RAMP, "outer.beta": 0.95, "outer.alpha": 1.0}  # arXiv 2508.15706
-RECIPE = {**NO_RAMP, "outer.beta": 0.8, "outer.alpha": 1.5}  # ours
+RECIPE = {**NO_RAMP, "outer.beta": 0.8, "outer.alpha": 1.5}
+KEPT = {
+    **NO_RAMP, "outer.unsent": "replica", "outer.beta": 0.0, "outer.aggregation": "mean",
+    "codec.k": 512,
+}  # fmt: skip
 DENSE = {**NO_RAMP, "codec.bits": 32, "outer.beta": 0.0}
 AVERAGED = {**DENSE, "outer.aggregation": "mean", "outer.alpha": 1.0}
 NESTEROV = {
@@ -75,6 +79,9 @@ METHODS: dict[str, Method] = {
     ),
     "sparseloco": Method(title="SparseLoCo as published", lr=SPARSE_LR, changes=PAPER),
     "recipe": Method(title="SparseLoCo, beta 0.8, alpha 1.5", lr=SPARSE_LR, changes=RECIPE),
+    "kept": Method(
+        title="SparseLoCo, replicas keep what is unsent, k = 512", lr=SPARSE_LR, changes=KEPT,
+    ),
     "real": Method(
         title="the same, real processes and sockets", lr=SPARSE_LR, changes=RECIPE,
         runner="processes",

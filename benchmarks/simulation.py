@@ -146,15 +146,16 @@ class Simulation:
         for round_ in range(self._config.run.rounds):
             self._train(self._config.inner.steps - ahead)
             nats = [site.exchanged() for site in self._sites]
-            anchors = [self._anchor(site, round_) for site in self._sites]
+            anchors = [self._anchor(index, round_) for index in range(len(self._sites))]
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
             last = round_ + 1 == self._config.run.rounds
             ahead = 0 if last else self._config.outer.delay_steps
             self._train(ahead)
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
-            for site, anchor in zip(self._sites, anchors, strict=True):
+            for index, anchor in enumerate(anchors):
                 keeps = ahead or self._turns > 1
-                site.write(self._merged(site, anchor) if keeps else self.theta, self.layout)
+                replica = self._merged(index, anchor) if keeps else self._start(index)
+                self._sites[index].write(replica, self.layout)
             yield Round(
                 round=round_,
                 train_bpb=bits_per_byte(sum(nats), len(nats)),
@@ -183,18 +184,26 @@ class Simulation:
         """The chunks that the round exchanges.  # [num_chunks]"""
         return self._fragments.in_round(range(self.layout.num_chunks), round_)
 
-    def _anchor(self, site: SimulatedSite, round_: int) -> Array:
-        """Parameters at the exchange; theta where the round exchanges nothing."""
-        active = np.repeat(self._active(round_), CHUNK)
-        return np.where(active, pack(site.model, self.layout), self.theta)
+    def _start(self, index: int) -> Array:
+        """From where a replica goes on: theta, or theta - EF where it keeps what is unsent."""
+        if self._config.outer.unsent == "feedback":
+            return self.theta
+        return self.theta - self._ef[index]
 
-    def _merged(self, site: SimulatedSite, anchor: Array) -> Array:
-        """theta + (params - anchor); exactly params where the round exchanged nothing."""
-        params = pack(site.model, self.layout)
-        moved = (params - anchor) + self.theta
+    def _anchor(self, index: int, round_: int) -> Array:
+        """Parameters at the exchange; the replica's start where the round exchanges nothing."""
+        active = np.repeat(self._active(round_), CHUNK)
+        params = pack(self._sites[index].model, self.layout)
+        return np.where(active, params, self._start(index))
+
+    def _merged(self, index: int, anchor: Array) -> Array:
+        """start + (params - anchor); exactly params where the round exchanged nothing."""
+        params = pack(self._sites[index].model, self.layout)
+        start = self._start(index)
+        moved = (params - anchor) + start
         if self._turns == 1:
             return moved
-        return np.where(self.theta == anchor, params, moved)
+        return np.where(start == anchor, params, moved)
 
     def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
         rules = rules_at(self._config.outer, self._config.codec, round_)

@@ -7,17 +7,16 @@ refused before anything starts, with the key, the value, what is allowed and the
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
+from loco.config_errors import explain
 from loco.errors import ConfigError
 
 PRESETS = ("tiny", "125m", "1b")
@@ -207,6 +206,10 @@ class OuterConfig(_Section):
     """Another alpha from a round on, for example { 100 = 0.65, 500 = 0.4 }."""
     beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of the sites' error feedback a round."""
+    unsent: Literal["feedback", "replica"] = "feedback"
+    """Where a site keeps what it has not sent. `feedback`: beside the replica, which starts each
+    round from theta. `replica`: in the replica, too, which starts from theta - EF and goes on from
+    its own progress; needs `beta = 0`, and `mean` suits it."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Nesterov momentum; read by `nesterov` only."""
     max_norm_ratio: Annotated[float, Field(ge=1.0)] | None = None
@@ -214,6 +217,15 @@ class OuterConfig(_Section):
     leave out for no clipping."""
     max_value: Annotated[float, Field(gt=0.0)] = 1000.0
     """Refuse a contribution with a larger magnitude in it, naming the tensor."""
+
+    @model_validator(mode="after")
+    def _unsent_counts_once(self) -> Self:
+        if self.unsent == "replica" and self.beta != 0.0:
+            raise ValueError(
+                f"unsent = 'replica' needs beta = 0, not {self.beta:g}: what was not sent is in "
+                "the next pseudo-gradient already"
+            )
+        return self
 
 
 class CodecConfig(_Section):
@@ -429,7 +441,7 @@ def config_from_dict(raw: dict[str, Any], *, source: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from error
+        raise ConfigError(explain(error, source, Config)) from error
 
 
 def _model_by_name(model: str, source: str) -> dict[str, str]:
@@ -456,7 +468,7 @@ def config_from_json(text: str) -> Config:
     try:
         return Config.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(_explain(error, "config of the coordinator")) from error
+        raise ConfigError(explain(error, "config of the coordinator", Config)) from error
 
 
 def preset_text(name: str) -> str:
@@ -464,34 +476,3 @@ def preset_text(name: str) -> str:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
     return resources.files("loco").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
-
-
-def _explain(error: ValidationError, source: str) -> str:
-    lines = [_explain_one(detail) for detail in error.errors()]
-    return f"{source}: " + "; ".join(lines)
-
-
-def _explain_one(detail: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in detail["loc"]) or "config"
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_nearest(detail['loc'])}"
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "value_error":
-        return f"{key}: {message}"
-    return f"{key} = {detail['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _nearest(loc: tuple[int | str, ...]) -> str:
-    section: type[BaseModel] = Config
-    parts = iter(loc[:-1])
-    for part in parts:
-        annotation = section.model_fields[str(part)].annotation
-        if get_origin(annotation) is dict:
-            next(parts)  # a name that the user gave
-            annotation = get_args(annotation)[1]
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        section = annotation
-    known = list(section.model_fields)
-    close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else f" (known keys: {', '.join(known)})"

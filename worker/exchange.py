@@ -2,7 +2,8 @@
 
 theta and error feedback (EF) of the rank's rows lie in host memory as fp32. Per round (SparseLoCo,
 arXiv 2508.15706): delta = theta - params; a = beta * EF + delta; v = Q(TopK(a)); EF = a - v once
-the coordinator says that v is included, else EF = a.
+the coordinator says that v is included, else EF = a. The replica starts the next round from theta,
+or with `outer.unsent = "replica"` from theta - EF.
 
 `encode` and `stage` may run beside inner steps, in another thread: they touch no parameter. On the
 thread that trains remain one copy of the parameters (`read`) and one pass over them
@@ -127,12 +128,14 @@ class Exchange:
         self._hashes = chunk_hashes(self._theta)
         self._ef = np.zeros_like(self._theta)
         self._sent: Sent | None = None
-        # params at the last capture, or theta as written after it: then the same array, for theta
-        # changes only by exchanging it for another one.
+        # params at the last capture, or what was written after it, without the site's progress. If
+        # that is theta it is the same array: theta changes only by exchanging it for another one.
         self._anchor = self._theta
         # Where the next theta and the next params are made. Fresh memory would cost page faults.
         self._spare_theta = np.zeros_like(self._theta)
         self._spare_params = np.zeros_like(self._theta)
+        # theta - EF as it was written last, and where it is made next.
+        self._starts = [np.zeros_like(self._theta), np.zeros_like(self._theta)]
         self.round = 0
         self.num_dropped = 0
         """Values of all rows that the last `retract` could not take back."""
@@ -164,7 +167,7 @@ class Exchange:
         self._set_theta(state.theta.numpy())
         self._ef[:] = state.error_feedback.numpy()
         self._sent = None
-        self._anchor = self._theta
+        self._anchor = self._start()
         self._write_rows(state.params.numpy())
         self.round = round_
 
@@ -178,30 +181,38 @@ class Exchange:
         return theta_digest(np.frombuffer(hashes, np.uint64))
 
     def write_parameters(self, *, keep_progress: bool = False) -> None:
-        """Overwrite the replica with theta, equally on all ranks.
+        """Overwrite the replica with theta (or theta - EF), equally on all ranks.
 
         `keep_progress`: with theta + (params - params at the last encode), so that inner steps made
         since then are not lost, however many updates come first; they are in the next
         pseudo-gradient.
         """
+        start = self._start()
         if not keep_progress:
-            self._write_rows(self._theta)
+            self._write_rows(start)
         elif self._site.group.size == 1:
-            self._move_parameters()
+            self._move_parameters(start)
         elif self._turns > 1:
-            self._write_rows(self._with_progress())
+            self._write_rows(self._with_progress(start))
         else:
             rows = self._read_rows(np.zeros_like(self._theta))
             rows -= self._anchor
-            rows += self._theta
+            rows += start
             self._write_rows(rows)
-        self._anchor = self._theta
+        self._anchor = start
 
-    def _with_progress(self) -> npt.NDArray[np.float32]:
-        """theta + (params - anchor); exactly params where this round exchanged nothing."""
+    def _start(self) -> npt.NDArray[np.float32]:
+        """From where the replica goes on: theta, or theta - EF where it keeps what is unsent."""
+        if self._config.outer.unsent == "feedback":
+            return self._theta
+        self._starts.reverse()  # the anchor may still be the other one
+        return np.subtract(self._theta, self._ef, out=self._starts[0])
+
+    def _with_progress(self, start: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """start + (params - anchor); exactly params where this round exchanged nothing."""
         params = self._read_rows(np.zeros_like(self._theta))
-        moved = (params - self._anchor) + self._theta
-        return np.where(self._theta == self._anchor, params, moved)
+        moved = (params - self._anchor) + start
+        return np.where(start == self._anchor, params, moved)
 
     @contextmanager
     def theta_in_model(self) -> Iterator[None]:
@@ -222,11 +233,11 @@ class Exchange:
     def capture(self, params: npt.NDArray[np.float32]) -> None:
         """The pseudo-gradient is measured at what `read` gave; inner steps may go on.
 
-        Chunks of another fragment than the round's keep theta as their anchor: their progress goes
-        on until their own exchange.
+        Chunks of another fragment than the round's keep their anchor: their progress goes on until
+        their own exchange.
         """
         idle = ~self._fragments.in_round(self.rows, self.round)
-        params.reshape(-1, CHUNK)[idle] = self._theta.reshape(-1, CHUNK)[idle]
+        params.reshape(-1, CHUNK)[idle] = self._anchor.reshape(-1, CHUNK)[idle]
         self._anchor = params
 
     def encode(self, k: int, made: Made | None = None) -> Staged:
@@ -379,16 +390,16 @@ class Exchange:
             for parameter, here in self._whole_parameters():
                 parameter.copy_(whole[here].view(parameter.shape))
 
-    def _move_parameters(self) -> None:
-        """params <- theta + (params - anchor), in place, where this rank holds all rows.
+    def _move_parameters(self, start: npt.NDArray[np.float32]) -> None:
+        """params <- start + (params - anchor), in place, where this rank holds all rows.
 
         As `_with_progress` where rounds exchange fragments; fresh memory is then one tensor's.
         """
-        theta, anchor = torch.from_numpy(self._theta), torch.from_numpy(self._anchor)
+        to, anchor = torch.from_numpy(start), torch.from_numpy(self._anchor)
         with torch.no_grad():
             for parameter, here in self._whole_parameters():
                 shape, device = parameter.shape, parameter.device
-                then, now = (b[here].view(shape).to(device) for b in (anchor, theta))
+                then, now = (b[here].view(shape).to(device) for b in (anchor, to))
                 if self._turns == 1:
                     parameter.sub_(then).add_(now)
                 else:

@@ -32,6 +32,7 @@ from worker import lanes
 
 ROUNDS, H = 6, 3
 SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
+KEPT = {"unsent": "replica", "beta": 0.0, "aggregation": "mean"}
 EMBED = {"tensors": ["embed_tokens.weight"], "k": 512, "bits": 1, "aggregation": "mean"}
 
 
@@ -41,12 +42,14 @@ def config_of_run(
     sites: tuple[str, ...],
     fragments: int = 1,
     own: dict[str, Any] | None = None,
+    outer: dict[str, Any] | None = None,
     **inner: Any,
 ) -> Config:
     raw = exact_run(seed=11, rounds=ROUNDS)
     raw["data"]["sites"] = {site: SITES[site] for site in sites}
     raw["inner"] |= {"steps": H, "max_local_steps": H, "warmup_steps": 2, **inner}
     raw["outer"] = {"delay_steps": delay, "fragments": fragments, "own_fragments": own or {}}
+    raw["outer"] |= outer or {}
     raw["quorum"]["min_sites"] = len(sites)
     return Config.model_validate(raw)
 
@@ -90,6 +93,8 @@ def simulated(config: Config) -> list[str]:
         (1, 4, {"sync": "scape", "density": 0.25}),
         (0, 1, {"own": {"embed": EMBED}}),
         (2, 2, {"own": {"embed": EMBED, "norms": {"tensors": ["norm.weight"]}}}),
+        (0, 1, {"outer": KEPT}),
+        (2, 2, {"outer": KEPT}),
     ],
 )
 def test_two_sites_do_what_the_simulation_does(

@@ -5,6 +5,8 @@ pytest tests/worker/test_exchange.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -42,8 +44,13 @@ def model() -> Odd:
     return Odd()
 
 
-def exchange_of(model: nn.Module, **codec_changes: int) -> Exchange:
-    config = config_of(codec={"k": K, **codec_changes}, outer={"beta": BETA})
+KEPT = {"unsent": "replica", "beta": 0.0}
+
+
+def exchange_of(
+    model: nn.Module, *, outer: dict[str, Any] | None = None, **codec_changes: int
+) -> Exchange:
+    config = config_of(codec={"k": K, **codec_changes}, outer=outer or {"beta": BETA})
     exchange = Exchange(config, Site(torch.device("cpu"), Group()), model, layout_of(model))
     exchange.load(pack(model, layout_of(model)).tobytes(), 0)
     return exchange
@@ -88,6 +95,47 @@ def test_error_feedback_over_three_rounds(model: Odd) -> None:
         exchange.write_parameters()
         np.testing.assert_array_equal(pack(model, layout), theta)
     assert exchange.round == 3
+
+
+def test_the_replica_keeps_what_is_unsent_over_three_rounds(model: Odd) -> None:
+    """It moves by the update less its own contribution, and by the update alone if refused."""
+    exchange, layout = exchange_of(model, outer=KEPT), layout_of(model)
+    theta = pack(model, layout).copy()
+    for round_, included in enumerate([True, False, True]):
+        train(model, round_)
+        params = pack(model, layout)
+        a = theta - params  # holds what earlier rounds did not send
+        v = decoded(contribute(exchange, K), layout.num_elements)
+        np.testing.assert_array_equal(v, codec.encode(a, k=K, bits=2).dense().numpy())
+        exchange.settle(included=included)
+        ef = a - v if included else a
+        update = codec.encode(0.5 * a, k=2 * K, bits=2).payload
+        exchange.apply(exchange.stage(update))
+        apply_update(theta, update)
+        exchange.write_parameters()
+        np.testing.assert_array_equal(pack(model, layout), theta - ef)
+        np.testing.assert_array_equal(exchange.state(exchange.rows).theta.numpy(), theta)
+
+
+def test_two_updates_in_a_row_leave_unsent_values_and_progress_in_the_replica(model: Odd) -> None:
+    """A site that was away catches up: params change by the updates, and by nothing else."""
+    exchange, layout = exchange_of(model, outer=KEPT), layout_of(model)
+    train(model, 0)
+    contribute(exchange, K)
+    train(model, 1)
+    before = pack(model, layout)
+    exchange.settle(included=False)
+    theta = exchange.state(exchange.rows).theta.numpy().copy()
+    moved = theta.copy()
+    for seed in (2, 3):
+        generator = np.random.default_rng(seed)
+        step = generator.standard_normal(layout.num_elements).astype(np.float32)
+        step[before == 0] = 0  # padding
+        update = codec.encode(step, k=K, bits=2).payload
+        exchange.apply(exchange.stage(update))
+        apply_update(moved, update)
+        exchange.write_parameters(keep_progress=True)
+    np.testing.assert_allclose(pack(model, layout), before + (moved - theta), rtol=0, atol=2e-6)
 
 
 class Sizes(nn.Module):
