@@ -141,6 +141,7 @@ def test_a_whole_number_is_welcome_where_a_fraction_may_stand() -> None:
         ),
         ("[codec]\nk_ramp_rounds = 4", "k_start and k_ramp_rounds belong together"),
         ("[outer]\naggregation = 'nesterov'", "codec.bits = 32, not 2"),
+        ("[outer]\nunsent = 'replica'", "needs beta = 0, not 0.95"),
         ("[inner]\nexclude_in_flight = true", "exclude_in_flight = true needs inner.delay = 1"),
         (
             "[quorum]\ndead_after_seconds = 3.0\nheartbeat_seconds = 2.0",
