@@ -123,7 +123,8 @@ class Exchange:
         self._turns = num_turns(config.outer)
         self._parameters = dict(model.named_parameters())
         self.rows = layout.shard(site.rank, site.num_ranks)
-        site.shards_a_rank = num_parts(contribution_bytes(config, layout) // site.num_ranks)
+        of_a_rank = contribution_bytes(config, layout) // site.num_ranks
+        site.shards_a_rank = num_parts(of_a_rank, site.num_ranks)
         self._theta = np.zeros(len(self.rows) * CHUNK, np.float32)
         self._hashes = chunk_hashes(self._theta)
         self._ef = np.zeros_like(self._theta)

@@ -115,7 +115,12 @@ class _Rounds(threading.Thread):
         access = Access(bundle=options.bundle, insecure=options.insecure)
         wire = WireMetrics(Catalogue(CollectorRegistry()))
         self._session = Session(
-            options.coordinator, options.site, options.patience_seconds, wire, access
+            options.coordinator,
+            options.site,
+            options.patience_seconds,
+            wire,
+            access,
+            num_ranks=site.num_ranks,
         )
         self.worker = GuestWorker(options, site, self._session)
         self.worker.make_guest = lambda: guest

@@ -22,20 +22,25 @@ PartT = TypeVar("PartT")
 T = TypeVar("T")
 
 LANES = 8
+"""Of a site, or one a rank where it has more ranks."""
 LANE_BYTES = 4 * 1024 * 1024
 """A part is at least so long: a shorter one is over before its connection gets up to speed."""
 # Without a subchannel pool of its own a channel would share the connection of the others.
 _OWN_CONNECTION = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
-def num_parts(num_bytes: int) -> int:
-    """In how many parts a transfer of one rank is cut."""
-    return min(LANES, max(1, num_bytes // LANE_BYTES))
+def num_parts(num_bytes: int, num_ranks: int) -> int:
+    """In how many parts a transfer of one rank is cut, where so many do the same at once.
+
+    Ranks share the site's connections, so that what a site asks of the coordinator does not grow
+    with the product of both.
+    """
+    return max(1, min(LANES // num_ranks, num_bytes // LANE_BYTES))
 
 
-def cut(span: range) -> list[range]:
+def cut(span: range, num_ranks: int) -> list[range]:
     """Bytes of a transfer in `num_parts` parts of about equal length."""
-    parts, size = num_parts(len(span)), len(span)
+    parts, size = num_parts(len(span), num_ranks), len(span)
     ends = [span.start + i * size // parts for i in range(parts + 1)]
     return [range(ends[i], ends[i + 1]) for i in range(parts)]
 

@@ -37,6 +37,7 @@ def run_rank(options: Options) -> None:
         wire,
         options.access,
         None if options.max_mbit is None else options.max_mbit * 1e6 / 8 / site.num_shards,
+        site.num_shards,
     )
     try:
         kind = Exchange if options.elastic is None else ReplicatedExchange

@@ -109,15 +109,17 @@ class Session:
         wire: WireMetrics,
         access: Access | None = None,
         bytes_per_second: float | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """`access` defaults to plaintext on loopback; `bytes_per_second` bounds the transfers of
-        each direction."""
+        each direction; `num_ranks` do the same at once."""
         self.address = address
         self.access = access or Access()
         self._site = site
         self._patience = patience
         self.wire = wire
         self._lanes = Lanes(address, self.access)
+        self._num_ranks = num_ranks
         self._begun: dict[tuple[int, int, bytes], Future[pb.PushResponse]] = {}
         self._counting = threading.Lock()
         self.up, self.down = Moved(), Moved()
@@ -352,7 +354,8 @@ class Session:
         """Bytes of `span`, in parts side by side where it is long."""
         return b"".join(
             self._lanes.each(
-                lambda link, part: self._download_part(link, ask, part, kind), cut(span)
+                lambda link, part: self._download_part(link, ask, part, kind),
+                cut(span, self._num_ranks),
             )
         )
 

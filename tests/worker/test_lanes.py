@@ -12,16 +12,17 @@ from collections.abc import Iterator
 import pytest
 
 from loco.wire.access import Access, Link
-from worker.lanes import LANE_BYTES, LANES, Lanes, Moved, cut
+from worker.lanes import LANE_BYTES, Lanes, Moved, cut
 
 
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 8), (2, 4), (3, 2), (8, 1), (64, 1)])
 @pytest.mark.parametrize("size", [0, 1, LANE_BYTES, 2 * LANE_BYTES - 1, 2 * LANE_BYTES, 10**9 + 7])
-def test_parts_follow_each_other_and_none_is_short(size: int) -> None:
-    parts = cut(range(1000, 1000 + size))
+def test_parts_follow_each_other_and_none_is_short(size: int, ranks: int, lanes: int) -> None:
+    parts = cut(range(1000, 1000 + size), ranks)
     assert [number for part in parts for number in (part.start, part.stop)] == sorted(
         [1000, 1000 + size, *(2 * [part.start for part in parts[1:]])]
     )
-    assert len(parts) == min(LANES, max(1, size // LANE_BYTES))
+    assert len(parts) == min(lanes, max(1, size // LANE_BYTES))
     assert len(parts) == 1 or min(map(len, parts)) >= LANE_BYTES
 
 
