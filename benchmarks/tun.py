@@ -32,6 +32,7 @@ from benchmarks.netns import INTERFACE, Namespaces, run_tool
 
 QUEUE_SECONDS = 0.25
 TUN_QUEUE_PACKETS = 4000
+PRIORITY = 30  # real-time: a line does not wait for its hosts' processors, also under `chrt -r 20`
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
 _IFF_TUN_NO_PI = 0x1001
@@ -73,6 +74,7 @@ class Wan(Namespaces):
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        os.sched_setscheduler(self._emulator.pid, os.SCHED_RR, os.sched_param(PRIORITY))
         assert self._emulator.stdout is not None
         if not self._emulator.stdout.readline():  # it says when the cards exist
             raise RuntimeError("the emulator of the network ended at once")
