@@ -62,7 +62,9 @@ def decoded_whole(path: Path) -> Checked:
 
 
 @pytest.mark.parametrize("bits", [2, 32])
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_blocks_give_what_the_whole_shard_gives(
     tmp_path: Path, bits: int, data: st.DataObject
