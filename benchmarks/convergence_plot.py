@@ -24,7 +24,9 @@ from loco.outer import k_at
 from loco.plan import Setting, predict
 
 CLOCK_PARAMS, STEP_SECONDS, RTT_MS, RANKS = 10**9, 1.0, 50.0, 8
-SHOWN = ("ddp", "localsgd", "diloco", "sparseloco", "recipe", "one-bit", "scape")
+SHOWN = (
+    "ddp", "localsgd", "diloco", "sparseloco", "recipe", "kept", "kept-5", "one-bit", "scape",
+)  # fmt: skip
 LOWEST_LOSS_SHOWN_TO = 3.4  # bits per byte; above it all curves fall alike
 
 
@@ -87,25 +89,34 @@ def against_bytes(runs: list[Run]) -> Any:
     return figure
 
 
-def by_density(runs: list[Run]) -> dict[int, dict[int, float]]:
-    """Final loss of the recipe by H and k, for those H that were run with several k; seed 0."""
-    found: dict[int, dict[int, float]] = {}
+def by_density(runs: list[Run]) -> dict[tuple[str, int], dict[int, float]]:
+    """Final loss by method, H and k, for those that were run with several k; seed 0."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
     model = main_model(runs)
     for run in runs:
-        varied = set(run["changes"]) - {"inner.steps", "codec.k"}
-        same = (run["method"], run["model"], run["data"], run["sites"], run["seed"])
-        if same == ("recipe", model, "eras", 2, 0) and not varied:
-            found.setdefault(run["inner_steps"], {})[run["k"]] = run["val_bpb_end"]
-    return {steps: by_k for steps, by_k in sorted(found.items()) if len(by_k) > 1}
+        varied = set(run["changes"]) - {"inner.steps", "codec.k", "inner.lr"}
+        same = (run["model"], run["data"], run["sites"], run["seed"]) == (model, "eras", 2, 0)
+        method = METHODS[run["method"]]
+        if same and not varied and run["lr"] == method.lr[model] and is_sparse(run):
+            name = "kept" if run["method"].startswith("kept") else run["method"]
+            found.setdefault((name, run["inner_steps"]), {})[run["k"]] = run["val_bpb_end"]
+    return {at: by_k for at, by_k in sorted(found.items()) if len(by_k) > 1}
 
 
-def density(points: dict[int, dict[int, float]]) -> Any:
+def is_sparse(run: Run) -> bool:
+    return METHODS[run["method"]].changes.get("codec.bits") != 32
+
+
+def density(points: dict[tuple[str, int], dict[int, float]]) -> Any:
     """Loss against k for each H, at the same number of inner steps."""
-    figure, ax = plt.subplots(figsize=(6.5, 4.2))
-    for steps, by_k in points.items():
-        ax.plot(*zip(*sorted(by_k.items()), strict=True), marker="o", label=f"H = {steps}")
+    figure, ax = plt.subplots(figsize=(7.5, 4.6))
+    for (name, steps), by_k in points.items():
+        style = "-" if name == "kept" else "--"
+        label = f"{METHODS[name].title.split(', k =')[0]}, H = {steps}"
+        ax.plot(*zip(*sorted(by_k.items()), strict=True), style, marker="o", label=label)
     ax.set(xlabel="k, values of 4096", ylabel="held-out bits per byte at the end", xscale="log")
-    ax.set_xticks([32, 64, 128], ["32", "64", "128"])
+    ticks = sorted({k for by_k in points.values() for k in by_k})
+    ax.set_xticks(ticks, [str(k) for k in ticks])
     ax.minorticks_off()
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
@@ -116,7 +127,7 @@ def inside(runs: list[Run]) -> Any:
     """Norm of error feedback, and how much the sites choose alike."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
     for run in runs:
-        if METHODS[run["method"]].changes.get("codec.bits") == 32:
+        if not is_sparse(run):
             continue
         for ax, name in zip(axes, ("ef_norm", "support_overlap"), strict=True):
             ax.plot(run["traces"][name], label=METHODS[run["method"]].title)

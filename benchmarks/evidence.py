@@ -27,16 +27,19 @@ ROOT = RESULTS.parents[2]
 GATHERED = ROOT / "build/evidence"
 DEMOS = ("loco demo", "loco demo --inner dense", "loco demo --algorithm diloco")
 GRIDS = (
-    "--rounds 60 --method ddp localsgd diloco sparseloco recipe --seed 0 1 2",
-    "--rounds 60 --method torchft-diloco real mean overlap fragments scape one-bit",
-    "--rounds 60 --method ddp localsgd sparseloco recipe --vary inner.lr 2e-3 8e-3",
-    "--rounds 60 --method diloco --vary inner.lr 1e-3 4e-3",
-    "--rounds 60 --method sparseloco --vary outer.beta 0.5 0.8 --vary outer.alpha 1.0 2.0",
-    "--rounds 60 --method recipe localsgd diloco --data iid",
-    "--rounds 60 --method localsgd diloco --sites 4",
-    "--rounds 60 --method recipe --sites 4 --vary codec.k_sites 1 4",
+    "--steps 900 --method ddp localsgd diloco sparseloco recipe kept kept-5 --seed 0 1 2",
+    "--steps 900 --method torchft-diloco real mean overlap fragments scape one-bit",
+    "--steps 900 --method ddp localsgd sparseloco recipe --vary inner.lr 2e-3 8e-3",
+    "--steps 900 --method diloco --vary inner.lr 1e-3 4e-3",
+    "--steps 900 --method kept-5 --vary inner.lr 4e-3 1.6e-2",
+    "--steps 900 --method ddp localsgd diloco kept kept-5 --data iid",
+    "--steps 900 --method localsgd diloco kept --sites 4",
+    "--steps 900 --method recipe --sites 4 --vary codec.k_sites 1 4",
+    "--steps 900 --method localsgd --vary inner.steps 5 --vary inner.lr 4e-3 8e-3",
     "--steps 900 --method diloco --vary inner.steps 10 30 60",
     "--steps 900 --method recipe --vary inner.steps 10 15 30 60 --vary codec.k 32 64 128",
+    "--steps 900 --method kept --vary inner.steps 10 30 60",
+    "--steps 900 --method kept --vary inner.steps 5 15 --vary codec.k 128 256",
 )
 """Arguments of benchmarks.convergence, for each model; the rates are those of the small one."""
 

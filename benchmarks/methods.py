@@ -60,6 +60,7 @@ class Method:
 
 SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3}
 SCAPE_LR = {name: 2 * lr for name, lr in SPARSE_LR.items()}
+KEPT_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3}
 DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4}
 DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3}
 
@@ -80,28 +81,32 @@ METHODS: dict[str, Method] = {
     "sparseloco": Method(title="SparseLoCo as published", lr=SPARSE_LR, changes=PAPER),
     "recipe": Method(title="SparseLoCo, beta 0.8, alpha 1.5", lr=SPARSE_LR, changes=RECIPE),
     "kept": Method(
-        title="SparseLoCo, replicas keep what is unsent, k = 512", lr=SPARSE_LR, changes=KEPT,
+        title="SparseLoCo, replicas keep what is unsent, k = 512", lr=KEPT_LR, changes=KEPT,
+    ),
+    "kept-5": Method(
+        title="the same, an exchange every 5 steps", lr=KEPT_LR, changes=KEPT | {"inner.steps": 5},
     ),
     "real": Method(
-        title="the same, real processes and sockets", lr=SPARSE_LR, changes=RECIPE,
+        title="beta 0.8, alpha 1.5, real processes and sockets", lr=SPARSE_LR, changes=RECIPE,
         runner="processes",
     ),
     "ramp": Method(title="SparseLoCo, the preset's ramp of k", lr=SPARSE_LR),
     "preset": Method(title="the preset as it is: ramp, SCAPE", lr=SCAPE_LR, inner="scape"),
     "overlap": Method(
-        title="the same, 5 steps of overlap", lr=SPARSE_LR,
-        changes={**RECIPE, "outer.delay_steps": 5},
+        title="replicas keep, k = 512, 5 steps of overlap", lr=KEPT_LR,
+        changes=KEPT | {"outer.delay_steps": 5},
     ),
     "fragments": Method(
-        title="the same, chunks take turns by 3", lr=SPARSE_LR,
-        changes={**RECIPE, "outer.fragments": 3},
+        title="replicas keep, k = 512, chunks take turns by 3, H = 5", lr=KEPT_LR,
+        changes=KEPT | {"outer.fragments": 3, "inner.steps": 5},
     ),
     "scape": Method(
-        title="the same, SCAPE inside the sites",
-        lr=SCAPE_LR, changes=RECIPE, inner="scape",
+        title="replicas keep, k = 512, SCAPE inside the sites", lr=KEPT_LR, changes=KEPT,
+        inner="scape",
     ),
     "one-bit": Method(
-        title="the same, one bit a value", lr=SPARSE_LR, changes={**RECIPE, "codec.bits": 1},
+        title="replicas keep, k = 512, one bit a value", lr=KEPT_LR,
+        changes=KEPT | {"codec.bits": 1},
     ),
 }  # fmt: skip
 
