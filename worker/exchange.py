@@ -135,8 +135,9 @@ class Exchange:
         # Where the next theta and the next params are made. Fresh memory would cost page faults.
         self._spare_theta = np.zeros_like(self._theta)
         self._spare_params = np.zeros_like(self._theta)
-        # theta - EF as it was written last, and where it is made next.
-        self._starts = [np.zeros_like(self._theta), np.zeros_like(self._theta)]
+        # theta - EF as it was written last, and where it is made next. Without zeros_like, which
+        # would take the memory before anything is written.
+        self._starts = [np.zeros(len(self._theta), np.float32) for _ in range(2)]
         self.round = 0
         self.num_dropped = 0
         """Values of all rows that the last `retract` could not take back."""
