@@ -112,7 +112,7 @@ def density(points: dict[tuple[str, int], dict[int, float]]) -> Any:
     figure, ax = plt.subplots(figsize=(7.5, 4.6))
     for (name, steps), by_k in points.items():
         style = "-" if name == "kept" else "--"
-        label = f"{METHODS[name].title.split(', k =')[0]}, H = {steps}"
+        label = f"{METHODS[name].title}, H = {steps}"
         ax.plot(*zip(*sorted(by_k.items()), strict=True), style, marker="o", label=label)
     ax.set(xlabel="k, values of 4096", ylabel="held-out bits per byte at the end", xscale="log")
     ticks = sorted({k for by_k in points.values() for k in by_k})

@@ -81,10 +81,11 @@ METHODS: dict[str, Method] = {
     "sparseloco": Method(title="SparseLoCo as published", lr=SPARSE_LR, changes=PAPER),
     "recipe": Method(title="SparseLoCo, beta 0.8, alpha 1.5", lr=SPARSE_LR, changes=RECIPE),
     "kept": Method(
-        title="SparseLoCo, replicas keep what is unsent, k = 512", lr=KEPT_LR, changes=KEPT,
+        title="SparseLoCo, replicas keep what is unsent", lr=KEPT_LR, changes=KEPT,
     ),
     "kept-5": Method(
-        title="the same, an exchange every 5 steps", lr=KEPT_LR, changes=KEPT | {"inner.steps": 5},
+        title="SparseLoCo, replicas keep what is unsent, H = 5", lr=KEPT_LR,
+        changes=KEPT | {"inner.steps": 5},
     ),
     "real": Method(
         title="beta 0.8, alpha 1.5, real processes and sockets", lr=SPARSE_LR, changes=RECIPE,
@@ -93,19 +94,19 @@ METHODS: dict[str, Method] = {
     "ramp": Method(title="SparseLoCo, the preset's ramp of k", lr=SPARSE_LR),
     "preset": Method(title="the preset as it is: ramp, SCAPE", lr=SCAPE_LR, inner="scape"),
     "overlap": Method(
-        title="replicas keep, k = 512, 5 steps of overlap", lr=KEPT_LR,
+        title="replicas keep what is unsent, 5 steps of overlap", lr=KEPT_LR,
         changes=KEPT | {"outer.delay_steps": 5},
     ),
     "fragments": Method(
-        title="replicas keep, k = 512, chunks take turns by 3, H = 5", lr=KEPT_LR,
+        title="replicas keep what is unsent, chunks take turns by 3, H = 5", lr=KEPT_LR,
         changes=KEPT | {"outer.fragments": 3, "inner.steps": 5},
     ),
     "scape": Method(
-        title="replicas keep, k = 512, SCAPE inside the sites", lr=KEPT_LR, changes=KEPT,
+        title="replicas keep what is unsent, SCAPE inside the sites", lr=KEPT_LR, changes=KEPT,
         inner="scape",
     ),
     "one-bit": Method(
-        title="replicas keep, k = 512, one bit a value", lr=KEPT_LR,
+        title="replicas keep what is unsent, one bit a value", lr=KEPT_LR,
         changes=KEPT | {"codec.bits": 1},
     ),
 }  # fmt: skip

@@ -73,6 +73,14 @@ def test_a_setting_is_compared_over_the_seeds_that_both_have() -> None:
     assert ours.against(Setting((run_of(5, 1.0),))) == ""
 
 
+def test_bytes_are_counted_against_gradients_in_every_step() -> None:
+    """Two sites, 1,000 bytes of parameters, 10 steps: DDP sends 10,000 each way."""
+    traces = {"bytes_up": [80, 120], "bytes_down": [200, 200]}
+    setting = Setting((run_of(0, 2.0, inner_steps=10, dense_bytes=1000, traces=traces),))
+    assert setting.fewer_than_ddp("up") == pytest.approx(100.0)
+    assert setting.fewer_than_ddp("up", "down") == pytest.approx(10_000 / 150)
+
+
 def test_evidence_asks_for_methods_that_there_are() -> None:
     words = {word for line in GRIDS for word in line.split("--method")[1].split("--")[0].split()}
     assert words <= METHODS.keys()
