@@ -42,15 +42,16 @@ class HuggingFace(nn.Module):
 
 
 def build_hugging_face(config: ModelConfig, *, seed: int) -> HuggingFace:
-    """The model that `model.hf` names, in fp32 on the default device.
+    """The model that `model.hf` names, in fp32 on the default device, in training mode.
 
     With `model.pretrained` its weights are read, else they are drawn from `seed`; the global random
     state is left as it was.
 
     Raises:
         ConfigError: transformers is missing; the name leads nowhere, needs code of its own, or has
-            no causal language model; its weights are no safetensors (other files are pickles);
-            `model.seq_len` is longer than it allows.
+            no causal language model; a value in its config.json is none that it can have; its
+            weights are no safetensors (other files are pickles); `model.seq_len` is longer than it
+            allows.
     """
     transformers = _library()
     name = str(Path(config.hf).expanduser()) if _is_path(config.hf) else config.hf
@@ -68,12 +69,12 @@ def build_hugging_face(config: ModelConfig, *, seed: int) -> HuggingFace:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 hf = automatic.from_config(described, trust_remote_code=False, dtype=torch.float32)
-    except ConfigError:
+    except (ConfigError, MemoryError):
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of any kind: whatever its config.json leads the model's code to
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"model.hf = {config.hf!r} cannot be built: {first}") from error
-    return HuggingFace(hf, config)
+    return HuggingFace(hf.train(), config)  # from_pretrained leaves it in evaluation mode
 
 
 def _library() -> Any:

@@ -18,6 +18,7 @@ class Encoder(Protocol):
     """Turns documents into tokens."""
 
     vocab_size: int
+    """Every token is below it."""
 
     def encode(self, documents: list[str]) -> list[Array]:
         """Tokens of each document, what separates it from the next included."""
@@ -55,8 +56,11 @@ class FileEncoder:
                 f"the tokenizer {path} has no token {end_of_text!r}: name the one that ends a "
                 "document with --end-of-text"
             )
+        # What the file states for a model's inputs would cut documents and fill short ones up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._end = np.array([end], np.uint32)
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, documents: list[str]) -> list[Array]:
         encoded = self._tokenizer.encode_batch_fast(documents, add_special_tokens=False)

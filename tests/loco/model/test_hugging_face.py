@@ -81,6 +81,17 @@ def test_logits_and_loss_are_those_of_transformers(described: Any, tmp_path: Pat
     assert not torch.equal(half, logits)
 
 
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_dropout_is_at_work_until_evaluation_is_asked_for(pretrained: bool, tmp_path: Path) -> None:
+    """transformers gives a model with weights in evaluation mode, one without in training mode."""
+    path = save(tmp_path / "model", gpt2(), weights=True)
+    model = build_model(ModelConfig(hf=path, pretrained=pretrained, seq_len=32), seed=0)
+    assert all(module.training for module in model.modules())
+    assert not torch.equal(model(TOKENS), model(TOKENS))
+    model.eval()
+    assert torch.equal(model(TOKENS), model(TOKENS))
+
+
 def test_weights_in_a_pickle_are_not_read(tmp_path: Path) -> None:
     path = save(tmp_path / "model", gpt2(), weights=True)
     safe = Path(path, "model.safetensors")
@@ -157,6 +168,10 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     refused(r"model\.seq_len = 33 is out of range: .* for 2 to 32 tokens", hf=path, seq_len=33)
     refused("cannot be built", hf=path, seq_len=8, pretrained=True)  # it has no weights
     described = json.loads((tmp_path / "model" / "config.json").read_text())
+    for key, value in (("vocab_size", "abc"), ("n_head", 0), ("n_embd", [1])):
+        wrong = json.dumps(described | {key: value})
+        (tmp_path / "model" / "config.json").write_text(wrong)
+        refused("cannot be built", hf=path, seq_len=8)
     own_code = {"auto_map": {"AutoConfig": "mine.Config"}, "model_type": "mine"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(described | own_code))
     (tmp_path / "model" / "mine.py").write_text("raise SystemExit('this code must not run')")

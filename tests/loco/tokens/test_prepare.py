@@ -176,6 +176,38 @@ def test_a_tokenizer_gives_the_ids_of_its_library(tmp_path: Path) -> None:
         prepare(options([source], tmp_path / "b", tokenizer=str(tmp_path / "tokenizer")), quiet)
 
 
+def test_what_a_tokenizer_states_for_inputs_of_a_model_is_left_aside(tmp_path: Path) -> None:
+    """Truncation and padding would cut documents, and fill short ones with PAD."""
+    plain = make_tokenizer(tmp_path / "tokenizer")
+    limited = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    limited.enable_truncation(max_length=8)
+    limited.enable_padding(length=16, pad_token="<end>")
+    limited.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    source = write_jsonl(tmp_path / "a.jsonl")
+    flags = options([source], tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"), held_out=0.0)
+    prepare(flags, quiet)
+    tokens = load_prepared(tmp_path / "out", "train")
+    end = plain.token_to_id("<end>")
+    assert tokens[np.arange(len(tokens))].tolist() == [
+        token for d in DOCUMENTS for token in [*plain.encode(d).ids, end]
+    ]
+
+
+def test_the_vocabulary_reaches_to_the_largest_token_also_where_numbers_are_left_out(
+    tmp_path: Path,
+) -> None:
+    make_tokenizer(tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    described = json.loads(path.read_text())
+    (end,) = described["added_tokens"]
+    described["model"]["vocab"]["<end>"] = end["id"] = 1000
+    path.write_text(json.dumps(described))
+    source = write_jsonl(tmp_path / "a.jsonl")
+    flags = options([source], tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"))
+    assert prepare(flags, quiet).vocab_size == 1001
+    assert check_prepared(tmp_path / "out") == []
+
+
 def test_parquet_and_jsonl_of_the_same_documents_are_the_same_tokens(tmp_path: Path) -> None:
     table = pa.table({"text": DOCUMENTS, "n": list(range(len(DOCUMENTS)))})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=70)
