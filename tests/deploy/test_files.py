@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,15 @@ def test_the_image_for_aarch64_builds_the_torchft_that_the_project_asks_for() ->
     assert "/wheels/torchft-*.whl" in dockerfile
 
 
+def test_the_platform_that_an_image_is_built_for_is_left_to_the_builder() -> None:
+    """A default wins over what BuildKit gives: every image would be one for that platform."""
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
+    declared = re.findall(
+        r"^ARG ((?:TARGET|BUILD)(?:PLATFORM|OS|ARCH|VARIANT).*)$", dockerfile, re.M
+    )
+    assert declared == ["TARGETARCH"]
+
+
 def test_compose_by_its_schema() -> None:
     compose = str(DEPLOY / "compose" / "compose.yaml")
     run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", compose)
@@ -113,6 +123,24 @@ def test_units_by_systemd(unit: str, exposure: int, tmp_path: Path) -> None:
     analyze = program("systemd-analyze")
     assert run(analyze, "verify", "--man=no", str(copy)) == ""
     run(analyze, "security", "--offline=true", f"--threshold={exposure}", str(copy))
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ("nvidia-frontend", "nvidia-caps", "nvidia-nvswitch", "nvidia-uvm"),  # driver 535
+        ("nvidia", "nvidiactl", "nvidia-modeset", "nvidia-caps", "nvidia-nvlink",
+         "nvidia-nvswitch", "nvidia-caps-imex-channels", "nvidia-uvm"),  # driver 550 and later
+    ],
+)  # fmt: skip
+def test_the_unit_of_a_site_lets_it_at_the_gpus_of_every_driver(devices: tuple[str, ...]) -> None:
+    """Compared with the names of character devices in /proc/devices of machines with a GPU."""
+    unit = (DEPLOY / "systemd" / "loco-worker@.service").read_text()
+    allowed = re.findall(r"^DeviceAllow=char-(\S+) rw$", unit, re.M)
+    for device in devices:
+        assert any(fnmatchcase(device, pattern) for pattern in allowed), device
+    for other in ("mem", "sd", "input", "vhost", "fuse"):
+        assert not any(fnmatchcase(other, pattern) for pattern in allowed), other
 
 
 # --- shell ----------------------------------------------------------------------------------------
