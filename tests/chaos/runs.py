@@ -12,15 +12,22 @@ def exact_run(seed: int, rounds: int = ENDLESS) -> Raw:
 
     No site makes inner steps while it waits (`max_local_steps`), nobody is given up
     (`dead_after_seconds`), no round closes early (`grace_seconds`). Of even seeds one of the two
-    inner steps is made while the exchange goes on; of every other pair of seeds (2, 3, 6, 7, ...)
-    three fragments take turns.
+    inner steps is made while the exchange goes on. Of seeds 2 and 3 of each four, three fragments
+    take turns with one of the embedding's own; of the upper four of each eight the replica keeps
+    what was not sent.
     """
+    outer: Raw = {"delay_steps": 1 - seed % 2}
+    if seed % 4 >= 2:
+        table = {"tensors": ["embed_tokens.weight"], "k": 128, "bits": 1}
+        outer |= {"fragments": 3, "own_fragments": {"table": table}}
+    if seed % 8 >= 4:
+        outer |= {"unsent": "replica", "beta": 0.0}
     return {
         "run": {"name": "exact", "seed": seed, "rounds": rounds},
         "model": _model(dim=32, num_layers=1),
         "data": {"batch": 4},
         "inner": {"steps": 2, "max_local_steps": 2, "warmup_steps": 0},
-        "outer": {"delay_steps": 1 - seed % 2, "fragments": 3 if seed % 4 >= 2 else 1},
+        "outer": outer,
         "codec": {"k": 256, "k_sites": 1},
         "quorum": {
             "min_sites": 2,
