@@ -7,6 +7,7 @@ alone: pytest tests/coordinator/test_finish.py
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -161,3 +162,22 @@ def check_while_it_comes(store: Store, body: bytes) -> None:
 
     assert asyncio.run(arrive()).num_values == store.layout.num_elements
     assert stored(store) == {"paris": body}
+
+
+def test_long_shards_wait_for_the_disk_side_by_side(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than are checked at once: each sync returns when all have begun."""
+    num_shards = finish.THREADS + 2
+    all_here, real = threading.Barrier(num_shards, timeout=20), finish._sync
+
+    def together(path: Path) -> None:
+        all_here.wait()
+        real(path)
+
+    monkeypatch.setattr(finish, "_sync", together)
+    body = shard_body(vector(LAYOUT, 1), CONFIG)
+    monkeypatch.setattr(finish, "INLINE_BYTES", len(body) - 1)
+    uploads = [upload(store, f"site-{i}", body) for i in range(num_shards)]
+    assert all(isinstance(answer, Checked) for answer in outcomes(store, uploads))
+    assert len(stored(store)) == num_shards
