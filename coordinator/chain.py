@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from coordinator.files import append_synced
 from coordinator.keys import Keys
 from loco.chain import FIRST, Entry, Fact, sign
 from loco.errors import LocoError
@@ -66,10 +67,7 @@ class Chain:
                 )
             return
         entry = self._signed(Entry(body=fact.to_json(), previous=self._last))
-        with self._path.open("ab") as chain:
-            chain.write(_to_line(entry))
-            chain.flush()
-            os.fsync(chain.fileno())
+        append_synced(self._path, _to_line(entry))
         self._remember(entry)
 
     def get(self, kind: str, round_: int) -> Entry | None:

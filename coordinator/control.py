@@ -60,7 +60,10 @@ def order_of(request: pb.ControlRequest, state: State) -> Order:
             event=SiteReadmitted(site=request.site), message=f"site {request.site} may join again"
         ),
         pb.CONTROL_VERB_SNAPSHOT: lambda: Order(
-            event=SnapshotRequested(), message=f"a snapshot is written after {_open_round(state)}"
+            event=SnapshotRequested(),
+            message=f"a snapshot is written after {_open_round(state)}"
+            if state.phase in ("open", "closing")
+            else f"a snapshot of round {state.round} is written now",
         ),
     }
     if request.verb not in verbs:

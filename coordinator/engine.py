@@ -99,6 +99,7 @@ class Engine:
         self._fell_back = store.tidy(reducer.snapshot_round)
         self._reducer: Reducer | None = reducer
         self.draining = False
+        self._snapshot_asked = False
         self._observe = observe
         self._turn = asyncio.Lock()
         self._reducing = asyncio.Lock()
@@ -238,6 +239,8 @@ class Engine:
 
     def _show(self, taken: _Taken) -> None:
         """Make a journaled step the state of the run."""
+        if isinstance(taken.event, RoundCommitted):
+            self._snapshot_asked = self.state.snapshot_due  # up to now, the commit clears it
         self.state = taken.state
         self._observe(taken.event, taken.state)
         if taken.event.durable and not isinstance(taken.event, _QUIET):
@@ -247,6 +250,8 @@ class Engine:
                 self._spawn(self._reduce())
             elif isinstance(effect, Say):
                 self._observe(effect, self.state)
+        if isinstance(taken.event, SnapshotRequested) and not taken.state.snapshot_due:
+            self._spawn(self._snapshot_now())
 
     # --- reducing -------------------------------------------------------------------------------
 
@@ -273,7 +278,14 @@ class Engine:
         assert self._reducer is not None
         round_ = closed.round + 1
         old = round_ - self._reducer.snapshot_round >= self.store.config.state.snapshot_every_rounds
-        return old or closed.snapshot_due or round_ == self.store.config.run.rounds
+        return old or self._snapshot_asked or round_ == self.store.config.run.rounds
+
+    async def _snapshot_now(self) -> None:
+        """Asked for while no round is open."""
+        async with self._reducing:
+            assert self._reducer is not None
+            if self._reducer.snapshot_round < self.state.round:
+                await self._save_snapshot()
 
     async def _save_snapshot(self) -> None:
         """Between two reductions: the buffers are those of the state's round."""
@@ -306,7 +318,7 @@ class Engine:
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-            except OSError as error:
+            except (OSError, sqlite3.OperationalError) as error:
                 if not is_disk_full(error):
                     raise
                 log.error("%s; trying again in %.0f s", DISK_FULL, RETRY_SECONDS)

@@ -115,7 +115,7 @@ class HoldChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotRequested(Event):
-    """An operator wants a snapshot at the end of the open round."""
+    """An operator wants a snapshot, at the end of the open round if one is open."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ class Aside:
     """A file being written aside: `commit` gives it its name, `abort` removes it."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         self._path = path
         self._aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
         self._file = self._aside.open("wb")
@@ -67,8 +67,31 @@ def rename_synced(source: Path, target: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Rename within one file system; durable after `sync_directory`."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(target.parent)
     source.rename(target)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it, with names that are durable."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
+def append_synced(path: Path, data: bytes) -> None:
+    """Append to a file, durably and wholly: where that fails the file is as it was."""
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]  # a disk that fills up takes a part
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(end)
+            raise
 
 
 def sync_directory(path: Path) -> None:

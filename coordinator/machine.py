@@ -69,6 +69,12 @@ def _objection(state: State, event: Event) -> Refuse | Duplicate | None:
             return Refuse(
                 reason="control", message=f"there is no site {event.site!r}; sites: {known}"
             )
+        case SiteReadmitted() if state.sites[event.site].status not in ("evicted", "quarantined"):
+            return Refuse(
+                reason="control",
+                message=f"site {event.site!r} is {state.sites[event.site].status}: only one that "
+                "is evicted or quarantined can be readmitted",
+            )
         case _:
             return None
 
@@ -105,7 +111,7 @@ def _apply(state: State, event: Event, now: float) -> State:
         case HoldChanged():
             return replace(state, hold=event.hold)
         case SnapshotRequested():
-            return replace(state, snapshot_due=True)
+            return replace(state, snapshot_due=state.phase in ("open", "closing"))
         case ShardStored():
             return _stored(state, event, now)
         case RoundOpened():

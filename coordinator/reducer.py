@@ -123,10 +123,13 @@ class Reducer:
 
 
 def norm_scales(norms: Mapping[str, float], max_ratio: float | None) -> dict[str, float]:
-    """Factors that bring each norm down to `max_ratio` times the median; never above 1."""
-    if max_ratio is None:
+    """Factors that bring each norm down to `max_ratio` times the median; never above 1.
+
+    No limit where the median is 0: it would leave nothing of a contribution that counts as sent.
+    """
+    limit = 0.0 if max_ratio is None else max_ratio * statistics.median(norms.values())
+    if limit == 0.0:
         return dict.fromkeys(norms, 1.0)
-    limit = max_ratio * statistics.median(norms.values())
     return {name: min(1.0, limit / norm) if norm else 1.0 for name, norm in norms.items()}
 
 

@@ -153,6 +153,10 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         raise_refusal(await self._engine.submit(event))
         state, snapshot = self._engine.state, self._store.snapshots.newest()
         site = state.sites[request.site]
+        if site.instance != request.instance:  # another one joined in the same moment
+            raise RefusedRequest(
+                "superseded", f"another process of site {request.site!r} has joined just now"
+            )
         return pb.JoinResponse(
             incarnation=site.incarnation,
             snapshot_round=snapshot.round,

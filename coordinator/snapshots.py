@@ -163,16 +163,17 @@ def _open(directory: Path) -> Snapshot | None:
         return None  # a crash interrupted its writing
     manifest = _read(path)
     if manifest is None:
-        log.error("%s is damaged", path)
+        if path.exists():
+            log.error("%s is damaged", path)
         return None
     return Snapshot(round=int(directory.name), directory=directory, manifest=manifest)
 
 
 def _read(path: Path) -> Manifest | None:
-    """None if it is not as it was written."""
+    """None if it is not as it was written, or not there."""
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
-    except ValidationError:
+    except (ValidationError, FileNotFoundError):  # an old one may be removed just now
         return None
     return manifest if manifest == manifest.sealed() else None
 

@@ -142,8 +142,9 @@ class Store:
         )
         self.journal.forget(min(oldest.manifest.journal_seq, journal_seq - KEEP_EVENTS))
         for path in (self.directory / "contributions").iterdir():
-            if int(path.name) < oldest.round:
-                shutil.rmtree(path)
+            if path.name.isdigit() and int(path.name) < oldest.round:
+                # An upload that was admitted at the last moment may get its name: the next time.
+                shutil.rmtree(path, ignore_errors=True)
 
     # --- contributions and updates --------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Store:
     def forget_before(self, round_: int) -> None:
         """After a commit: uploads for closed rounds and updates that nobody may ask for go."""
         for path in (self.directory / "incoming").iterdir():
-            if int(path.name) < round_:
+            if path.name.isdigit() and int(path.name) < round_:
                 # A stream admitted at the last moment may write there: then the next time.
                 shutil.rmtree(path, ignore_errors=True)
         for path in (self.directory / "updates").iterdir():

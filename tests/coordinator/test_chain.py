@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from chaos.numpy_site import NumpySite
 from support.certs import Certs
+from support.disk import files_up_to
 from support.live import Coordinator, coordinating
 from support.runs import LAYOUT, config_of, create_store
 
@@ -140,6 +141,24 @@ def test_a_run_that_goes_on_continues_its_chain(tmp_path: Path, certs: Certs) ->
         run_to_the_end(coordinator, certs)
     verdict = check_state(tmp_path, certs.authority.certificate)
     assert (verdict.faults, verdict.entries) == ([], 6)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_leaves_no_part_of_it(
+    tmp_path: Path, certs: Certs
+) -> None:
+    """Tried again when there is room, as the coordinator does; then a restart reads it."""
+    file = tmp_path / "update"
+    file.write_bytes(b"an update")
+    chain = Chain(tmp_path, "r", certs.keys(), remembered=9)
+    chain.add("update", 0, file, "theta1")
+    before = (tmp_path / FILE).read_bytes()
+    with files_up_to(len(before) + 100), pytest.raises(OSError, match="File too large"):
+        chain.add("update", 1, file, "theta2")
+    assert (tmp_path / FILE).read_bytes() == before
+    chain.add("update", 1, file, "theta2")
+    again = Chain(tmp_path, "r", certs.keys(), remembered=9)
+    assert [entry.fact.round for entry in read(tmp_path / FILE)] == [0, 1]
+    assert again.get("update", 1) == chain.get("update", 1)
 
 
 def test_a_plaintext_run_has_a_chain_without_signatures(tmp_path: Path, certs: Certs) -> None:

@@ -14,6 +14,7 @@ from support.live import Member, coordinating, eventually
 from support.runs import LAYOUT, Array, config_of, create_store, vector
 
 from coordinator.recovery import recover
+from coordinator.reducer import norm_scales
 from coordinator.store import Store
 
 SCALES = {"kyoto": 1.0, "lima": 0.5, "oslo": 1.5, "paris": 80.0, "quito": 0.0}  # of the values
@@ -84,3 +85,10 @@ def test_a_clipped_contribution_keeps_its_weight_among_the_senders(tmp_path: Pat
     expected = np.zeros_like(theta)
     expected[first : first + 100] = 1.0  # 64 comes down to the median, 1, and weighs as before
     np.testing.assert_array_equal(moved, expected)
+
+
+def test_where_most_send_nothing_the_others_are_not_clipped() -> None:
+    """What is scaled to nothing would still leave its site's error feedback."""
+    assert norm_scales({"kyoto": 0.0, "lima": 3.0, "oslo": 0.0}, 2.0) == {
+        "kyoto": 1.0, "lima": 1.0, "oslo": 1.0
+    }  # fmt: skip

@@ -7,6 +7,7 @@ answers that each alone would have got. Run alone: pytest tests/coordinator/test
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
 import threading
 from collections.abc import Sequence
@@ -165,3 +166,28 @@ def test_a_full_disk_refuses_what_would_be_journaled_and_nothing_else(
     state = asyncio.run(scenario())
     assert state.complete == (("paris",) if room_again else ())
     assert journaled(tmp_path)[1].complete == state.complete
+
+
+def test_a_database_that_cannot_grow_is_waited_for_like_any_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also the journal's compaction writes."""
+    monkeypatch.setattr("coordinator.engine.RETRY_SECONDS", 0.0)
+    failures = [
+        sqlite3.OperationalError("database or disk is full"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ]
+
+    def work() -> str:
+        if failures:
+            raise failures.pop()
+        return "done"
+
+    async def scenario() -> str:
+        engine = await opened(create_store(tmp_path, CONFIG))
+        done = await engine._until_room(work)
+        await engine.stop()
+        return done
+
+    assert asyncio.run(scenario()) == "done"
+    assert caplog.text.count("the coordinator's disk is full") == 2

@@ -195,8 +195,11 @@ class Rounds(RuleBasedStateMachine):
                 assert site in self.state.expected, "and its round waits for it again"
         elif kind is SiteEvicted:
             self.submit(SiteEvicted(site=site))
-        elif self.state.sites[site].status in ("evicted", "quarantined"):
+        else:
+            before = self.state
             self.submit(SiteReadmitted(site=site))
+            out = before.sites[site].status in ("evicted", "quarantined")
+            assert out or self.state is before, "who is in the run stays in it"
 
     @precondition(lambda self: self.state.round > 0)
     @rule(hold=st.sampled_from(["none", "none", "none", "paused", "draining"]))

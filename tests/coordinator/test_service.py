@@ -6,9 +6,11 @@ of the site's end. Run alone: pytest tests/coordinator/test_service.py
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -20,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from support.live import Coordinator, Member, coordinating, eventually, refusal
 from support.runs import LAYOUT, config_of, create_store, digest_of, shard_body, vector
 
+from coordinator.events import SiteJoined
 from coordinator.store import Store
 from loco.errors import ConfigError
 from loco.metrics import DIRECTIONS, KINDS, Catalogue, WireMetrics
@@ -403,3 +406,27 @@ def test_a_site_whose_heartbeats_return_is_expected_again(tmp_path: Path) -> Non
         status = coordinator.running.monitor.status(coordinator.state)
         assert status["sites_alive"] == 2
         assert status["notes"][0]["message"] == "site paris is heard of again"
+
+
+def test_of_two_that_join_as_one_site_in_the_same_moment_one_is_told(tmp_path: Path) -> None:
+    """Else both would have the same incarnation, and contribute as one."""
+    with (
+        coordinating(create_store(tmp_path, config_of(quorum={"min_sites": 1}))) as coordinator,
+        Member(coordinator, "paris") as one,
+        Member(coordinator, "paris") as other,
+        ThreadPoolExecutor() as threads,
+    ):
+        engine, loop = coordinator.running.engine, coordinator._loop
+        asyncio.run_coroutine_threadsafe(engine._turn.acquire(), loop).result()
+        joining = [
+            threads.submit(member.join, instance=name)
+            for member, name in ((one, "a"), (other, "b"))
+        ]
+        eventually(
+            lambda: sum(isinstance(a.event, SiteJoined) for a in engine._asked) == 2, "both ask"
+        )
+        loop.call_soon_threadsafe(engine._turn.release)
+        answers = [done.exception() or done.result().incarnation for done in joining]
+        assert sorted(answer for answer in answers if isinstance(answer, int)) == [2]
+        (refused,) = (answer for answer in answers if not isinstance(answer, int))
+        assert "has joined just now" in str(refused)

@@ -6,6 +6,7 @@ Run alone: pytest tests/integration/test_control.py
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from support.live import Coordinator, Member, coordinating, eventually
 from support.runs import LAYOUT, config_of, create_store, vector
 
 from coordinator.events import SettingChanged
+from coordinator.reducer import Reduced
+from coordinator.state import State
 from coordinator.store import Store
 from loco.control import control
 from loco.errors import RefusedError
@@ -177,6 +180,49 @@ def test_snapshot_is_written_at_the_end_of_the_round(
     order(coordinator, "snapshot")
     finish_round(coordinator, sites)
     eventually(lambda: coordinator.store.snapshots.newest().round == 1, "it is written")
+
+
+def test_a_snapshot_asked_for_while_the_round_is_reduced_is_written_after_it(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    reducer, go_on = coordinator.running.engine._reducer, threading.Event()
+    assert reducer is not None
+    reduce = reducer.reduce
+
+    def reduce_later(state: State) -> Reduced:
+        go_on.wait(20)
+        return reduce(state)
+
+    reducer.reduce = reduce_later  # type: ignore[method-assign]
+    for seed, site in enumerate(sites):
+        site.contribute(0, vector(LAYOUT, seed))
+    eventually(lambda: coordinator.state.phase == "closing", "it is reduced")
+    order(coordinator, "snapshot")
+    go_on.set()
+    eventually(lambda: coordinator.store.snapshots.newest().round == 1, "it is written")
+
+
+def test_a_snapshot_of_a_run_that_rests_is_written_at_once(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    order(coordinator, "pause")
+    finish_round(coordinator, sites)
+    assert coordinator.store.snapshots.newest().round == 0
+    assert "a snapshot of round 1 is written now" in order(coordinator, "snapshot")
+    eventually(lambda: coordinator.store.snapshots.newest().round == 1, "it is written")
+    assert not coordinator.state.snapshot_due
+    order(coordinator, "snapshot")  # there is one: nothing more to do
+    order(coordinator, "resume")
+    finish_round(coordinator, sites)
+    assert coordinator.store.snapshots.newest().round == 1
+
+
+def test_only_who_was_put_out_is_readmitted(
+    coordinator: Coordinator, sites: tuple[Member, Member]
+) -> None:
+    with pytest.raises(RefusedError, match="site 'paris' is ready: only one that is evicted or"):
+        order(coordinator, "readmit", "paris")
+    finish_round(coordinator, sites)
 
 
 def test_an_evicted_site_is_out_until_it_is_readmitted(

@@ -6,7 +6,6 @@ Run alone: pytest tests/loco/test_export.py
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from support.disk import files_up_to
 
 from loco.config import Config, DataConfig, ModelConfig
 from loco.errors import ConfigError, DataError, LocoError
@@ -117,13 +117,9 @@ def test_what_an_interrupted_export_left_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_full_disk_leaves_nothing_behind(form: str, tmp_path: Path) -> None:
-    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)  # Python ignores SIGXFSZ
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, most))
-    try:
-        with pytest.raises(LocoError, match=r"cannot write .*/model: .*; make room, or give"):
-            export(*theta_of(TIED), Config(model=TIED), tmp_path / "model", form=form)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    refused = pytest.raises(LocoError, match=r"cannot write .*/model: .*; make room, or give")
+    with files_up_to(16), refused:
+        export(*theta_of(TIED), Config(model=TIED), tmp_path / "model", form=form)
     assert list(tmp_path.iterdir()) == []
 
 
