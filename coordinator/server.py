@@ -28,6 +28,7 @@ from coordinator.limits import Limits
 from coordinator.monitor import Monitor
 from coordinator.service import Service
 from coordinator.store import Store
+from coordinator.upload import most_tokens_per_step
 from coordinator.web import web_server
 from loco.config import Config, load_config
 from loco.errors import ConfigError, LocoError
@@ -136,6 +137,11 @@ async def serve(store: Store, where: Where) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if most_tokens_per_step(store.config) is None:
+        log.warning(
+            "a site may state any number of tokens, and they are its weight: bound them with "
+            "limits.tokens_per_step"
+        )
     async with running(store, where) as coordinator:
         await _until_told_to_stop(coordinator.engine, stop)
         log.info("draining")

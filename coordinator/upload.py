@@ -292,7 +292,7 @@ def most_tokens_per_step(config: Config) -> int | None:
     """What a site may state as its weight, an inner step; None: anything."""
     if config.limits.tokens_per_step is not None:
         return config.limits.tokens_per_step
-    if config.model.file or config.model.hf:
+    if config.model.file:  # a loop of its own chooses its batches
         return None
     return config.data.batch * config.model.seq_len
 

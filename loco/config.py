@@ -310,9 +310,8 @@ class LimitsConfig(_Section):
     uploads_per_round: Annotated[float, Field(ge=1.0)] = 3.0
     """Disk that a site's uploads of one round may take, in largest possible contributions."""
     tokens_per_step: PositiveInt | None = None
-    """Tokens that a site may state for an inner step: they are its weight. Leave out for data.batch
-    * model.seq_len with the built-in model, and for no bound with a model of your own, whose loop
-    chooses its batches."""
+    """Tokens that a site may state for an inner step: they are its weight. Left out: data.batch *
+    model.seq_len, and no bound with `model.file`, whose loop chooses its batches."""
     connections: PositiveInt = 4096
     """Connections of all callers together; further ones are closed before their handshake."""
 

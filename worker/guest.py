@@ -84,6 +84,10 @@ class Baton:
                 raise error
             return self._wanted
 
+    @property
+    def has_left(self) -> bool:
+        return self._left
+
     def leave(self) -> None:
         """The rounds get no further step."""
         with self._changed:
@@ -177,6 +181,9 @@ class GuestWorker(Worker):
     """The rounds of a site whose inner steps a user's loop makes."""
 
     make_guest: Callable[[], Guest]
+    baton: Baton
+    _asks = False
+    """Waits for what comes next; equal on all ranks."""
 
     @property
     def round(self) -> int:
@@ -188,3 +195,20 @@ class GuestWorker(Worker):
 
     def _live(self) -> None:
         self._rounds(self._enter())
+        # Fragments whose turn did not come again hold progress that is in nobody's theta.
+        self._exchange.write_parameters()
+
+    def _next_directive(self) -> pb.WaitRoundResponse:
+        self._asks = True
+        try:
+            return super()._next_directive()
+        finally:
+            self._asks = False
+
+    def _step_meanwhile(self, away: bool) -> bool:
+        """Who leaves does not wait for other sites first, nor for a coordinator that is away."""
+        if self._asks or away:
+            (left,) = self._site.sum(float(self.baton.has_left))
+            if left:
+                raise Left
+        return super()._step_meanwhile(away)

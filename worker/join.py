@@ -124,6 +124,7 @@ class _Rounds(threading.Thread):
         )
         self.worker = GuestWorker(options, site, self._session)
         self.worker.make_guest = lambda: guest
+        self.worker.baton = baton
         self._site = site
         self._baton = baton
 
@@ -151,7 +152,11 @@ class Outer:
         self._guest = guest
         self._baton = baton
         rounds.start()
-        self._going = baton.await_word()
+        try:
+            self._going = baton.await_word()
+        except BaseException:  # Ctrl+C while others are waited for
+            self.leave()
+            raise
 
     def __enter__(self) -> Outer:
         return self

@@ -371,7 +371,7 @@ def test_a_site_cannot_make_itself_heavier_than_its_steps(
         ({}, 16 * 256),
         ({"data": {"batch": 3}, "model": {"seq_len": 10}}, 30),
         ({"model": {"file": "mine.safetensors"}}, None),
-        ({"model": {"hf": "some/model"}}, None),
+        ({"model": {"hf": "some/model"}}, 16 * 256),
         ({"model": {"file": "mine.safetensors"}, "limits": {"tokens_per_step": 7}}, 7),
         ({"limits": {"tokens_per_step": 7}}, 7),
     ],

@@ -83,7 +83,7 @@ def test_a_site_whose_ranks_come_and_go_has_a_line_of_them(tmp_path: Path) -> No
     with playing(create_store(tmp_path, config_of())) as play:
         play.join("oslo")
         play.join("paris")
-        play.beat("oslo", membership=told)
+        play.beat("oslo", membership=told, ranks=1)
         shown = " ".join(screen(play.monitor.status(play.state), 80).split())
     assert (
         "ranks of oslo: 2 of 1 are there, changed 4 times; 3 steps given up, 2.5 MB taken by new "

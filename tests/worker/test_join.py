@@ -6,7 +6,9 @@ loop. Run alone: pytest tests/worker/test_join.py
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 
 import loco
 from loco.config import Config, config_from_dict
+from loco.control import control
 from loco.data import DataStream, load_parts
 from loco.digest import chunk_hashes, theta_digest
 from loco.errors import ConfigError, LocoError, NonFiniteError, RefusedError, UnreachableError
@@ -67,10 +70,13 @@ def own_model() -> Own:
     return model
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_loop_of_ones_own_does_what_the_worker_does(tmp_path: Path, delay: int) -> None:
+@pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (0, 3)])
+def test_a_loop_of_ones_own_does_what_the_worker_does(
+    tmp_path: Path, delay: int, fragments: int
+) -> None:
     """The same steps in a plain loop, at loco's learning rates: theta is equal in every bit."""
-    config = Config.model_validate(raw_run(outer={"delay_steps": delay}))
+    outer_config = {"delay_steps": delay, "fragments": fragments}
+    config = Config.model_validate(raw_run(outer=outer_config))
     with run_of(config, tmp_path / "ours") as coordinator:
         Life(coordinator.address, "paris").finishes()
         ours = digests(coordinator), tokens(coordinator)
@@ -305,6 +311,34 @@ def test_leaving_early_says_goodbye_and_an_exception_does_too(tmp_path: Path) ->
             loop_with_a_fault()
         eventually(lambda: coordinator.state.sites["paris"].status == "left", "it has left")
         assert outer.finished
+
+
+def test_who_leaves_while_others_are_waited_for_need_not_wait(tmp_path: Path) -> None:
+    """As Ctrl+C in `with loco.join`, during a step that waits, and before the first one."""
+    config = own_run(tmp_path, quorum={"min_sites": 1})
+    with run_of(config, tmp_path / "state") as coordinator:
+        model = own_model()
+        outer = loco.join(coordinator.address, site="paris", model=model)
+        control(coordinator.address, "pause", None)
+        looping = threading.Thread(target=lambda: [outer.step(tokens=1) for _ in range(2 * H)])
+        looping.start()
+        eventually(lambda: coordinator.state.round == 1, "the round is over, and no other opens")
+        outer.leave()
+        looping.join()
+        assert outer.finished
+        assert coordinator.state.sites["paris"].status == "left"
+
+        def interrupt() -> None:
+            eventually(lambda: coordinator.state.sites["paris"].status == "ready", "it waits")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            loco.join(coordinator.address, site="paris", model=own_model())
+        interrupting.join()
+        assert coordinator.state.sites["paris"].incarnation == 2
+        assert coordinator.state.sites["paris"].status == "left"
 
 
 def test_files_of_parameters_that_are_none(tmp_path: Path) -> None:
