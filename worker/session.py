@@ -361,7 +361,7 @@ class Session:
 
     def _download_part(
         self, link: Link, ask: Callable[[Link, range], _Stream], part: range, kind: str
-    ) -> bytes:
+    ) -> bytearray:
         """After a broken connection it goes on where it stopped."""
         data = bytearray()
 
@@ -383,7 +383,7 @@ class Session:
 
         with self.down.moving(len(part)):
             self._patiently(go_on)
-        return bytes(data)
+        return data
 
     def _call(
         self,
