@@ -44,15 +44,19 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
-    done = {json.loads(line)["key"] for line in lines}
+    arguments.out.touch()
     for label, config in grid(arguments):
-        if label["key"] in done:
+        if label["key"] in keys_in(arguments.out):  # another process may have made it meanwhile
             continue
         result = label | run(config, METHODS[label["method"]])
         with arguments.out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(summary(result), flush=True)
+
+
+def keys_in(path: Path) -> set[str]:
+    """Of the runs in a file of JSON lines."""
+    return {json.loads(line)["key"] for line in path.read_text().splitlines()}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -219,23 +219,26 @@ def of_any_interval() -> list[Setting]:
 
 
 def interval_table() -> list[str]:
-    """Dense DiLoCo against replicas that keep what is unsent, for each H; the best rate of each."""
+    """Dense DiLoCo against replicas that keep what is unsent by H and k, at the best rate tried."""
     lines = [
-        "| H | dense DiLoCo | k = 512, replicas keep the rest | against it | seeds "
-        "| fewer than DDP | dense fp32 / up |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| H | dense DiLoCo | k | replicas keep the rest | against it | common seeds "
+        "| fewer up than DDP | dense fp32 / up |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    found = of_any_interval()
-    for steps in sorted({setting.first["inner_steps"] for setting in found}):
-        at = [setting for setting in found if setting.first["inner_steps"] == steps]
-        dense = [s for s in at if s.first["method"] == "diloco"]
-        kept = [s for s in at if s.first["method"].startswith("kept") and s.first["k"] == 512]
-        if dense and kept:
-            ours, theirs = min(kept, key=first_loss), min(dense, key=first_loss)
+    dense, kept = {}, {}
+    for setting in sorted(of_any_interval(), key=first_loss):
+        run = setting.first
+        if run["method"] == "diloco":
+            dense.setdefault(run["inner_steps"], setting)
+        elif run["method"].startswith("kept"):
+            kept.setdefault((run["inner_steps"], run["k"]), setting)
+    for (steps, k), ours in sorted(kept.items()):
+        if theirs := dense.get(steps):
             common = len(ours.losses.keys() & theirs.losses.keys())
             lines.append(
-                f"| {steps} | {theirs.loss()} | {ours.loss()} | {ours.against(theirs)} | {common} "
-                f"| {times(ours.fewer_than_ddp('up'))} | {times(ours.mean('times_smaller_up'))} |"
+                f"| {steps} | {theirs.loss()} | {k} | {ours.loss()} | {ours.against(theirs)} "
+                f"| {common} | {times(ours.fewer_than_ddp('up'))} "
+                f"| {times(ours.mean('times_smaller_up'))} |"
             )
     return lines
 
