@@ -170,6 +170,25 @@ def verdict(model: str) -> str:
     )
 
 
+def alike_table() -> list[str]:
+    """Sites of one era each against sites that all draw from all of it; small model, seed 0."""
+    lines = [
+        "| method | an era a site | against DDP | every site all text | against DDP |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    found: dict[str, dict[str, float]] = {"eras": {}, "iid": {}}
+    for run in load():
+        if is_main(run | {"data": "eras"}) and (run["model"], run["seed"]) == ("small", 0):
+            found[run["data"]][run["method"]] = run["val_bpb_end"]
+    for name in (name for name in METHODS if name in found["iid"]):
+        cells = []
+        for losses in found.values():
+            more = 100 * (losses[name] / losses["ddp"] - 1)
+            cells += [f"{losses[name]:.3f}", "" if name == "ddp" else f"{more:+.1f} %"]
+        lines.append(f"| {METHODS[name].title} | {' | '.join(cells)} |")
+    return lines
+
+
 def all_tables() -> list[str]:
     """The main table of every model that was run."""
     lines: list[str] = []
@@ -272,7 +291,7 @@ def choices_table() -> list[str]:
 
 
 def varied_table() -> list[str]:
-    """Every setting in which something was varied, and the sites of equal kind (iid)."""
+    """Every setting in which something was varied."""
     lines = [
         "| method | parameters | sites | H | rounds | changed | seeds | bits per byte "
         "| dense / up |",
@@ -280,12 +299,12 @@ def varied_table() -> list[str]:
     ]
     for setting in settings(load()):
         run = setting.first
-        if is_main(run) or set(run["changes"]) == {"inner.lr"}:
+        plain = is_main(run | {"data": "eras"})  # in a table of its own
+        if plain or set(run["changes"]) == {"inner.lr"}:
             continue
         changed = ", ".join(f"{k} = {v}" for k, v in run["changes"].items() if k != "inner.steps")
-        where = ", every site all text" if run["data"] == "iid" else ""
         lines.append(
-            f"| {METHODS[run['method']].title} | {run['params']:,} | {run['sites']}{where} "
+            f"| {METHODS[run['method']].title} | {run['params']:,} | {run['sites']} "
             f"| {run['inner_steps']} | {run['rounds']} | {changed} | {len(setting.runs)} "
             f"| {setting.loss()} | {times(setting.mean('times_smaller_up'))} |"
         )
@@ -314,6 +333,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "convergence-rates": rate_table,
     "convergence-intervals": interval_table,
     "convergence-choices": choices_table,
+    "convergence-alike": alike_table,
     "convergence-varied": varied_table,
     "convergence-real": real_runs,
 }
