@@ -52,6 +52,8 @@ def open_run(config_path: Path, state: Path) -> Store:
     if not Store.exists(state):
         _create_in_a_process(config, state)
     store = Store.open(state)
+    if config.data.tokenizer_digest is None:
+        config = _with_tokenizer(config, store.config.data.tokenizer_digest)
     if store.config.model_copy(update={"limits": config.limits}) != config:
         store.close()
         changed = ", ".join(_differences(store.config, config))
@@ -78,11 +80,19 @@ def _create_in_a_process(config: Config, state: Path) -> None:
 
 
 def _create_run(config: Config, state: Path) -> None:
+    from loco.data import prepared_tokenizer
     from loco.model.initial import initial_parameters
 
+    if config.data.tokenizer_digest is None:
+        config = _with_tokenizer(config, prepared_tokenizer(config.data.corpus))
     layout, theta = initial_parameters(config)
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
     Store.create(state, run_id=run_id, config=config, layout=layout, theta=theta).close()
+
+
+def _with_tokenizer(config: Config, digest: str | None) -> Config:
+    data = config.data.model_copy(update={"tokenizer_digest": digest})
+    return config.model_copy(update={"data": data})
 
 
 def _differences(old: Config, new: Config) -> Iterator[str]:

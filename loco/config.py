@@ -113,7 +113,12 @@ class DataConfig(_Section):
     batch: PositiveInt = 16
     """Sequences a site takes an inner step, over all its ranks; the number of ranks divides it."""
     sites: dict[str, str] = {}
-    """Corpus by site name, where sites differ; `loco worker --data` overrides it."""
+    """Corpus by site name, where sites differ; `loco worker --data` overrides it. Validation is of
+    `corpus` at every site."""
+    tokenizer_digest: Annotated[str, Field(pattern="^(bytes|[0-9a-f]{32})$")] | None = None
+    """Tokenizer of all corpora, which sites check: `bytes`, or the digest that `loco data prepare`
+    prints. Left out, it is that of `corpus`, if that is a prepared one on the coordinator's machine
+    when the run begins; else a site compares only its own corpora."""
 
 
 class InnerConfig(_Section):

@@ -49,6 +49,7 @@ def prepare(
     from rich.progress import Progress
 
     from loco.errors import ConfigError
+    from loco.tokens import BYTES
     from loco.tokens.prepare import Options
     from loco.tokens.prepare import prepare as run
 
@@ -75,6 +76,8 @@ def prepare(
         )
         typer.echo(f"{split}: {tokens:,} tokens of {documents:,} documents, {len(shards)} shards")
     typer.echo(f"vocabulary {manifest.vocab_size}: model.vocab_size must be at least that")
+    digest = manifest.tokenizer_digest or BYTES
+    typer.echo(f"tokenizer {digest}: data.tokenizer_digest, which every site checks")
 
 
 @data_app.command()

@@ -17,6 +17,7 @@ from loco.data import (
 from loco.inner import InnerOptimizer, Scape
 from loco.inner.build import build_inner, lr_at
 from loco.model import build_model
+from loco.tokens import Tokens, one_tokenizer
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.site import Site
 from worker.trainee import Local, Trainee
@@ -32,6 +33,9 @@ class Trainer(Trainee):
         self.optimizer: InnerOptimizer = build_inner(config.inner, self.model, site.group)
         parts = load_parts(corpus, "train")
         validation = load_tokens(config.data.corpus, "validation")
+        _check_tokenizer(
+            config.data.tokenizer_digest, [*(part.tokens for part in parts), validation]
+        )
         check_vocabulary([*parts, Weighted(tokens=validation)], self.model.vocab_size)
         self._train_bytes_per_token = bytes_per_token(parts)
         self._held_out_bytes_per_token = validation.bytes_per_token
@@ -103,3 +107,9 @@ class Trainer(Trainee):
         nats, num_tokens = evaluate(self.model, self._held_out.to(self._site.device))
         total_nats, total_tokens = self._site.sum(nats, num_tokens)
         return bits_per_byte(total_nats, total_tokens * self._held_out_bytes_per_token)
+
+
+def _check_tokenizer(stated: str | None, corpora: list[Tokens]) -> None:
+    """DataError where what the run states, the site's corpora and its validation text differ."""
+    run = [] if stated is None else [("the run (data.tokenizer_digest)", stated)]
+    one_tokenizer([*run, *((tokens.corpus, tokens.tokenizer) for tokens in corpora)])

@@ -48,7 +48,12 @@ def check_vocabulary(parts: Sequence[Weighted], vocab_size: int) -> None:
 
 
 def parse_mixture(corpus: str) -> list[tuple[float, str]]:
-    """(weight, corpus) of each part; DataError says what is not understood."""
+    """(weight, corpus) of each part; a corpus that is no mixture is the only part of itself.
+
+    DataError says what is not understood.
+    """
+    if not corpus.startswith(PREFIX):
+        return [(1.0, corpus)]
     parts = []
     for text in corpus.removeprefix(PREFIX).split(","):
         weight, star, name = text.partition("*")

@@ -19,7 +19,15 @@ import numpy as np
 from loco.data.corpus import Piece, find_pieces
 from loco.data.mixture import PREFIX, Weighted, parse_mixture
 from loco.errors import DataError
-from loco.tokens import Tokens, is_prepared, join, load_prepared
+from loco.tokens import (
+    BYTES,
+    Tokens,
+    is_prepared,
+    join,
+    load_prepared,
+    one_tokenizer,
+    read_manifest,
+)
 from loco.tokens.prepared import Split
 
 SEPARATOR = b"\n\n"
@@ -30,7 +38,8 @@ def load_tokens(corpus: str, split: Split, *, cache: Path | None = None) -> Toke
     """Memory-mapped tokens of a corpus (see `loco.data.corpus`); of a mixture all of its parts'.
 
     `cache` is the directory for token files; left out, it is $LOCO_CACHE_DIR, or `loco` under the
-    user's cache directory. DataError if the corpus is missing or empty, or the cache unwritable.
+    user's cache directory. DataError if the corpus is missing or empty, the cache unwritable, or
+    parts of a mixture have different tokenizers.
     """
     if corpus.startswith(PREFIX):
         parts = [load_tokens(name, split, cache=cache) for _, name in parse_mixture(corpus)]
@@ -49,26 +58,53 @@ def load_tokens(corpus: str, split: Split, *, cache: Path | None = None) -> Toke
             f"cannot keep tokens of corpus {corpus!r} under {directory}: {error}; "
             "set LOCO_CACHE_DIR to a directory that can be written"
         ) from error
-    return Tokens([tokens], vocab_size=256, num_bytes=len(tokens))
+    return Tokens(
+        [tokens],
+        vocab_size=256,
+        num_bytes=len(tokens),
+        corpus=f"corpus {corpus!r}",
+        tokenizer=BYTES,
+    )
 
 
-def find_corpus(corpus: str, split: Split) -> None:
-    """Raise DataError if the corpus cannot be had here; makes no tokens."""
-    names = [name for _, name in parse_mixture(corpus)] if corpus.startswith(PREFIX) else [corpus]
-    for name in names:
+def find_corpus(corpus: str, split: Split) -> str:
+    """The corpus's tokenizer; DataError if the corpus cannot be had here. Makes no tokens."""
+    named = []
+    for _, name in parse_mixture(corpus):
         if is_prepared(name):
-            load_prepared(Path(name).expanduser(), split)
+            tokens = load_prepared(Path(name).expanduser(), split)
+            named.append((tokens.corpus, tokens.tokenizer))
         else:
             find_pieces(name, split)
+            named.append((f"corpus {name!r}", BYTES))
+    return one_tokenizer(named)
+
+
+def prepared_tokenizer(corpus: str) -> str | None:
+    """The tokenizer of a corpus all of whose parts are prepared and here; None of others.
+
+    DataError if the parts have different ones, or a manifest cannot be read.
+    """
+    names = [name for _, name in parse_mixture(corpus)]
+    if not all(is_prepared(name) for name in names):
+        return None
+    digests = [read_manifest(Path(name).expanduser()).tokenizer_digest for name in names]
+    return one_tokenizer(
+        (f"corpus {name!r}", digest or BYTES) for name, digest in zip(names, digests, strict=True)
+    )
 
 
 def load_parts(corpus: str, split: Split, *, cache: Path | None = None) -> list[Weighted]:
-    """The corpora that a site mixes, with their weights; of a corpus that is no mixture itself."""
-    named = parse_mixture(corpus) if corpus.startswith(PREFIX) else [(1.0, corpus)]
-    return [
+    """The corpora that a site mixes, with their weights; of a corpus that is no mixture itself.
+
+    DataError as `load_tokens`.
+    """
+    parts = [
         Weighted(tokens=load_tokens(name, split, cache=cache), weight=weight)
-        for weight, name in named
+        for weight, name in parse_mixture(corpus)
     ]
+    one_tokenizer((part.tokens.corpus, part.tokens.tokenizer) for part in parts)
+    return parts
 
 
 def default_cache_dir() -> Path:

@@ -19,6 +19,7 @@ from loco.outer import k_at
 from loco.plan import Prediction, Setting, advice, predict
 from loco.plan_view import layout_of_config, own_fragments
 from loco.status import Status, human_bytes, human_seconds
+from loco.tokens import one_tokenizer
 from loco.wire.access import Access, Link, is_loopback
 from loco.wire.probe import Way, measure
 from loco.wire.protocol import PROTOCOL_VERSION, split_address
@@ -166,9 +167,12 @@ class Run:
         except LocoError as error:
             yield _failed("model", error)
         name = corpus or self.config.data.sites.get(self._site, self.config.data.corpus)
+        stated = self.config.data.tokenizer_digest
+        named = [] if stated is None else [("the run (data.tokenizer_digest)", stated)]
         for text, split in ((name, "train"), (self.config.data.corpus, "validation")):
             try:
-                find_corpus(text, split)  # type: ignore[arg-type]
+                named.append((f"corpus {text!r}", find_corpus(text, split)))  # type: ignore[arg-type]
+                one_tokenizer(named)
                 yield ok(f"{split} data", f"{text} is here")
             except LocoError as error:
                 yield _failed(f"{split} data", error)

@@ -4,14 +4,16 @@ Importing this package does not import torch: every process that tokenises would
 """
 
 from loco.tokens.prepared import check_prepared, is_prepared, load_prepared, read_manifest
-from loco.tokens.shards import Tokens, TokenSequence, join
+from loco.tokens.shards import BYTES, Tokens, TokenSequence, join, one_tokenizer
 
 __all__ = [
+    "BYTES",
     "TokenSequence",
     "Tokens",
     "check_prepared",
     "is_prepared",
     "join",
     "load_prepared",
+    "one_tokenizer",
     "read_manifest",
 ]

@@ -23,9 +23,9 @@ from pydantic import TypeAdapter
 from loco.digest import file_digest
 from loco.errors import ConfigError, DataError, LocoError
 from loco.tokens.prepared import MANIFEST, Manifest, Shard, Split, dump, read_manifest
-from loco.tokens.shards import Array
+from loco.tokens.shards import BYTES, Array
 from loco.tokens.sources import Item, cut_items
-from loco.tokens.tokenizer import BYTES, end_of_text, make_encoder, tokenizer_file
+from loco.tokens.tokenizer import end_of_text, make_encoder, tokenizer_file
 
 WORK = "work.json"  # the manifest of what is being made, without shards
 TOKENIZER = "tokenizer.json"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from loco.digest import file_digest
 from loco.errors import DataError
-from loco.tokens.shards import Array, Tokens
+from loco.tokens.shards import BYTES, Array, Tokens
 
 MANIFEST = "manifest.json"
 Split = Literal["train", "validation"]
@@ -90,6 +90,8 @@ def load_prepared(directory: Path, split: Split) -> Tokens:
         [_open(directory / shard.file, shard) for shard in listed],
         vocab_size=manifest.vocab_size,
         num_bytes=sum(shard.num_bytes for shard in listed),
+        corpus=f"corpus {str(directory)!r}",
+        tokenizer=manifest.tokenizer_digest or BYTES,
     )
 
 

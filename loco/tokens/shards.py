@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loco.errors import DataError
+
+BYTES = "bytes"
 Array = NDArray[np.unsignedinteger]
 
 
@@ -22,13 +25,25 @@ class TokenSequence(Protocol):
 class Tokens:
     """Shards one after the other; `tokens[index]` reads from any of them."""
 
-    def __init__(self, shards: Sequence[Array], *, vocab_size: int, num_bytes: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Array],
+        *,
+        vocab_size: int,
+        num_bytes: int,
+        corpus: str = "",
+        tokenizer: str = BYTES,
+    ) -> None:
         self.shards = tuple(shards)
         """Each [its num_tokens] uint8, uint16 or uint32, usually memory-mapped."""
         self.vocab_size = vocab_size
         """Every token is below it."""
         self.num_bytes = num_bytes
         """Bytes of UTF-8 that the tokens stand for."""
+        self.corpus = corpus
+        """Its name, for errors."""
+        self.tokenizer = tokenizer
+        """What the numbers mean: `bytes`, or the digest of a tokenizer.json (XXH3-128, hex)."""
         self._ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -57,9 +72,24 @@ class Tokens:
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """The tokens of several splits, one after the other."""
+    """The tokens of several splits, one after the other; DataError if tokenizers differ."""
     return Tokens(
         [shard for part in parts for shard in part.shards],
         vocab_size=max(part.vocab_size for part in parts),
         num_bytes=sum(part.num_bytes for part in parts),
+        corpus=", ".join(part.corpus for part in parts),
+        tokenizer=one_tokenizer((part.corpus, part.tokenizer) for part in parts),
     )
+
+
+def one_tokenizer(named: Iterable[tuple[str, str]]) -> str:
+    """The tokenizer of all these (name, tokenizer); DataError names the first two that differ."""
+    (first, tokenizer), *others = named
+    for name, other in others:
+        if other != tokenizer:
+            raise DataError(
+                f"the tokenizer of {first} is {tokenizer[:16]}, that of {name} is {other[:16]}: a "
+                "token would be other text in each; prepare all corpora of a run with one "
+                "tokenizer.json (loco data prepare --tokenizer)"
+            )
+    return tokenizer

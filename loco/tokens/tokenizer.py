@@ -9,9 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from loco.errors import ConfigError, DataError
-from loco.tokens.shards import Array
-
-BYTES = "bytes"
+from loco.tokens.shards import BYTES, Array
 
 
 class Encoder(Protocol):

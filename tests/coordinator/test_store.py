@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.corpora import prepared
 from support.live import Member, coordinating, eventually
 from support.runs import LAYOUT, config_of, create_store, digest_of, vector
 
@@ -243,6 +244,23 @@ def test_a_changed_config_is_refused_with_the_keys_named(tmp_path: Path) -> None
         assert "run.rounds was 9, is 12" in str(caught.value)
         assert "outer.beta was 0.95, is 0.5" in str(caught.value)
         assert "codec.k" not in str(caught.value)
+
+
+def test_a_new_run_states_the_tokenizer_of_the_coordinators_corpus(tmp_path: Path) -> None:
+    """Sites compare theirs with it. The corpus may go, and be changed, while the run lasts."""
+    digest, corpus = "5" * 32, tmp_path / "corpus"
+    prepared(corpus, vocab_size=300, tokenizer=digest)
+    path = tmp_path / "run.toml"
+    model = "[model]\ndim = 8\nnum_layers = 1\nnum_heads = 1\nnum_kv_heads = 1\nffn_dim = 8\n"
+    path.write_text(f"{model}vocab_size = 300\n[data]\ncorpus = 'mix:1*{corpus},2*{corpus}'\n")
+    for _ in range(2):
+        store = open_run(path, tmp_path / "state")
+        assert store.config.data.tokenizer_digest == digest
+        store.close()
+        (corpus / "manifest.json").unlink(missing_ok=True)
+    path.write_text(f"{path.read_text()}tokenizer_digest = 'bytes'\n")
+    with pytest.raises(ConfigError, match=r"data.tokenizer_digest was '55*', is 'bytes'"):
+        open_run(path, tmp_path / "state")
 
 
 def test_an_unknown_event_names_the_remedy(tmp_path: Path) -> None:

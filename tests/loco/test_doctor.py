@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from support.certs import Certs
+from support.corpora import prepared
 from support.live import Coordinator, Member, coordinating
 from support.runs import config_of, create_store, vector
 
@@ -70,6 +71,17 @@ def examined(
     code = examine(options_, as_json=True)
     document = json.loads(capsys.readouterr().out)
     return code, {found["check"]: found for found in document["findings"]}, document
+
+
+def test_a_corpus_of_another_tokenizer_is_found(
+    plain: Coordinator, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its vocabulary is that of the run's bytes, so only the tokenizer tells."""
+    data = str(prepared(tmp_path / "data", tokenizer="3" * 32))
+    code, found, _ = examined(options(plain, data=data), capsys)
+    assert code == 2
+    assert (found["train data"]["state"], found["validation data"]["state"]) == ("ok", "fail")
+    assert "that of corpus 'sotu' is bytes" in found["validation data"]["message"]
 
 
 def test_a_machine_that_is_ready(plain: Coordinator, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,19 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import prepared
 from support.runs import config_of
 
 from loco.config import InnerConfig
 from loco.errors import DataError, NonFiniteError
 from loco.inner.build import lr_at
 from loco.inner.groups import Group
-from loco.tokens.prepared import Manifest, Shard, dump
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.site import Site
 from worker.trainer import Trainer
@@ -151,32 +150,6 @@ def test_dropped_steps_give_their_data_back(corpus: Path) -> None:
     assert (some.data_cursor, some.local_steps) == (3, 0)
 
 
-def prepared(directory: Path, *, vocab_size: int, token_bytes: int) -> Path:
-    """A corpus whose tokens stand for so many bytes each, random tokens below `vocab_size`."""
-    directory.mkdir()
-    rng = np.random.default_rng(0)
-    shards = []
-    for split in ("train", "validation"):
-        tokens = rng.integers(0, vocab_size, 4000).astype(np.uint16)
-        np.save(directory / f"{split}.npy", tokens)
-        shards.append(
-            Shard(
-                split=split,  # type: ignore[arg-type]
-                file=f"{split}.npy",
-                num_tokens=4000,
-                num_bytes=4000 * token_bytes,
-                num_documents=1,
-                digest="",
-            )
-        )
-    manifest = Manifest(
-        tokenizer="mine", tokenizer_digest="", vocab_size=vocab_size, settings={}, sources=[],
-        shards=shards,
-    )  # fmt: skip
-    (directory / "manifest.json").write_text(dump(manifest))
-    return directory
-
-
 def test_loss_is_in_bits_per_byte_whatever_a_token_stands_for(tmp_path: Path) -> None:
     """A model that knows nothing loses log2(vocabulary) bits a token, in training as in validation.
 
@@ -198,6 +171,38 @@ def test_loss_is_in_bits_per_byte_whatever_a_token_stands_for(tmp_path: Path) ->
         bits = math.log2(300)
         assert site.measure().train_bits_per_byte == pytest.approx(bits / token_bytes, rel=0.01)
         assert site.evaluate() == pytest.approx(bits / 6, rel=0.01)
+
+
+def test_corpora_of_different_tokenizers_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """All have 256 tokens, so that only the tokenizers tell them apart."""
+    one, two = "1" * 32, "2" * 32
+    first = prepared(tmp_path / "first", tokenizer=one)
+    same = prepared(tmp_path / "same", tokenizer=one)
+    other = prepared(tmp_path / "other", tokenizer=two)
+
+    def train(on: str, validation: str | Path, stated: str | None = None) -> Trainer:
+        model = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 16}
+        config = config_of(
+            model={**model, "seq_len": 16},
+            data={"corpus": str(validation), "batch": 2, "tokenizer_digest": stated},
+        )
+        return Trainer(config, Site(torch.device("cpu"), Group()), "paris", on)
+
+    train(f"mix:1*{first},1*{same}", f"mix:1*{same},1*{first}", one)
+    train(str(corpus), corpus, "bytes")
+    differ = "the tokenizer of corpus '{}' is {}, that of corpus '{}' is {}: a token would be other"
+    with pytest.raises(DataError, match=differ.format(first, one[:16], other, two[:16])):
+        train(f"mix:1*{first},1*{other}", first)
+    with pytest.raises(DataError, match=differ.format(first, one[:16], corpus, "bytes")):
+        train(f"mix:1*{first},1*{corpus}", first)
+    with pytest.raises(DataError, match=differ.format(first, one[:16], other, two[:16])):
+        train(str(first), other)
+    with pytest.raises(DataError, match=differ.format(other, two[:16], corpus, "bytes")):
+        train(str(first), f"mix:1*{other},1*{corpus}")
+    with pytest.raises(DataError, match=rf"of the run \(data\.tokenizer_digest\) is {one[:16]}, "):
+        train(str(other), other, one)
+    with pytest.raises(DataError, match=r"data\.tokenizer_digest\) is bytes, "):
+        train(str(other), other, "bytes")
 
 
 def test_tokens_beyond_the_models_vocabulary_are_refused(tmp_path: Path) -> None:

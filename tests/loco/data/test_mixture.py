@@ -95,6 +95,21 @@ def test_a_vocabulary_beyond_the_models_is_refused() -> None:
         check_vocabulary(parts, 256)
 
 
+def test_parts_of_different_tokenizers_are_refused() -> None:
+    """Their numbers would be mixed without a word: both have the same vocabulary."""
+    ours, theirs = (
+        Tokens(
+            [np.zeros(3, np.uint8)], vocab_size=256, num_bytes=3, corpus=name, tokenizer=name * 32
+        )
+        for name in "ab"
+    )
+    assert join([ours, ours]).tokenizer == "a" * 32
+    with pytest.raises(
+        DataError, match=r"the tokenizer of a is a{16}, that of b is b{16}: a token"
+    ):
+        join([ours, ours, theirs])
+
+
 def test_a_name_gives_its_parts(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 100)
