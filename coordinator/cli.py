@@ -81,11 +81,13 @@ def export(
     store = Store.open(state)
     try:
         run, reducer = recover(store)
-        write_model(reducer.theta, store.layout, store.config, out, form=form)
+        lacks = write_model(reducer.theta, store.layout, store.config, out, form=form)
     finally:
         store.close()
     size = f"{store.layout.num_parameters:,} parameters"
     typer.echo(f"wrote theta of round {run.round} ({size}) to {out}")
+    if lacks:
+        typer.echo(lacks, err=True)
 
 
 def report(

@@ -4,9 +4,11 @@
 
     model.safetensors       fp32 tensors; those of the built-in Llama as in `LlamaForCausalLM`
     config.json             a `LlamaConfig`, or that of `model.hf`
-    tokenizer.json          that of the prepared corpus or of `model.hf`; else bytes as tokens, in
-                            the format of the `tokenizers` library
+    tokenizer.json          of `model.hf`, or of a prepared corpus of the run; where tokens are
+                            bytes, these in the format of the `tokenizers` library
     tokenizer_config.json   how `AutoTokenizer` wraps it
+
+Where no tokenizer is known on this machine, none is written: a wrong one would be worse.
 
 `safetensors`: theta.safetensors alone, with the names of the layout, for a model of your own.
 """
@@ -26,12 +28,11 @@ from safetensors.numpy import load_file, save_file
 
 from loco.config import Config, ModelConfig
 from loco.errors import ConfigError, DataError, LocoError
+from loco.export_tokenizer import Known, known_tokenizer, write_json
 from loco.layout import Layout
 from loco.model import Llama, unpack
 from loco.model.hugging_face import build_hugging_face
 from loco.model.llama import NORM_EPS
-from loco.tokens import is_prepared
-from loco.tokens.prepare import TOKENIZER
 
 FORMATS = ("hf", "safetensors")
 _TOKENIZER_FILES = (
@@ -42,15 +43,19 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_TOKENIZERS = {"tokenizer.json", "vocab.json", "tokenizer.model"}  # each one whole without others
 
 
 def export(
     theta: NDArray[np.float32], layout: Layout, config: Config, out: Path, *, form: str = "hf"
-) -> None:
+) -> str | None:
     """Write `theta` ([layout.num_elements] fp32, padded) as a directory `out` in one of `FORMATS`.
 
+    Returns a sentence on what it lacks, None if nothing: a tokenizer may not be known here.
+
     The directory appears whole or not at all. ConfigError if `out` exists and is not an empty one,
-    LocoError if it cannot be written.
+    DataError if a prepared corpus of the run has a manifest that cannot be read, LocoError if it
+    cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format {form!r} is not known: use {' or '.join(FORMATS)}")
@@ -65,26 +70,34 @@ def export(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        _write(unpack(theta, layout), config, aside, form)
+        lacks = _write(unpack(theta, layout), config, aside, form)
         aside.replace(out)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise LocoError(f"cannot write {out}: {error}; make room, or give another --out") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return lacks
 
 
-def _write(tensors: dict[str, NDArray[np.float32]], config: Config, to: Path, form: str) -> None:
+def _write(
+    tensors: dict[str, NDArray[np.float32]], config: Config, to: Path, form: str
+) -> str | None:
     if form == "safetensors":
         save_file(tensors, to / "theta.safetensors", metadata={"format": "pt"})
-    elif config.model.hf:
-        _write_hugging_face(tensors, config, to)
-    else:
-        published = {_published(name): tensor for name, tensor in tensors.items()}
-        save_file(published, to / "model.safetensors", metadata={"format": "pt"})
-        _write_json(to / "config.json", _llama_config(config.model))
-        _write_tokenizer(config, to)
+        return None
+    if config.model.hf:
+        return _write_hugging_face(tensors, config, to)
+    published = {_published(name): tensor for name, tensor in tensors.items()}
+    save_file(published, to / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = known_tokenizer(config, vocab_size=config.model.vocab_size)
+    end = tokenizer.end_id() if tokenizer else None
+    write_json(to / "config.json", _llama_config(config.model) | {"eos_token_id": end})
+    return _write_tokenizer(tokenizer, config, to)
 
 
-def _write_hugging_face(tensors: dict[str, NDArray[np.float32]], config: Config, to: Path) -> None:
+def _write_hugging_face(
+    tensors: dict[str, NDArray[np.float32]], config: Config, to: Path
+) -> str | None:
     """What `save_pretrained` writes, with theta in it; buffers are those of a new model."""
     model = build_hugging_face(config.model, seed=config.run.seed)
     named = dict(model.named_parameters())
@@ -92,19 +105,29 @@ def _write_hugging_face(tensors: dict[str, NDArray[np.float32]], config: Config,
         for name, tensor in tensors.items():
             named[name].copy_(torch.from_numpy(tensor))
     model.hf.save_pretrained(to)
-    source = Path(config.model.hf).expanduser()
-    for file in (source / name for name in _TOKENIZER_FILES):
-        if file.is_file():
-            shutil.copyfile(file, to / file.name)
+    if _copy_tokenizer_of_model(config.model, to):
+        return None
+    return _write_tokenizer(known_tokenizer(config, vocab_size=model.vocab_size), config, to)
 
 
-def _write_tokenizer(config: Config, to: Path) -> None:
-    prepared = Path(config.data.corpus).expanduser() / TOKENIZER
-    if is_prepared(config.data.corpus) and prepared.exists():
-        shutil.copyfile(prepared, to / "tokenizer.json")
-    else:
-        _write_json(to / "tokenizer.json", _byte_tokenizer())
-    _write_json(to / "tokenizer_config.json", _tokenizer_config(config.model))
+def _write_tokenizer(tokenizer: Known | None, config: Config, to: Path) -> str | None:
+    if tokenizer:
+        tokenizer.write(to, seq_len=config.model.seq_len)
+        return None
+    source = f" or of {config.model.hf}" if config.model.hf else ""
+    return (
+        "no tokenizer was written, because none is known on this machine: copy tokenizer.json of "
+        f"the corpus that sites train on{source} into the directory"
+    )
+
+
+def _copy_tokenizer_of_model(config: ModelConfig, to: Path) -> bool:
+    """Whether the directory that `model.hf` names has one."""
+    source = Path(config.hf).expanduser()
+    found = [file for name in _TOKENIZER_FILES if (file := source / name).is_file()]
+    for file in found:
+        shutil.copyfile(file, to / file.name)
+    return any(file.name in _TOKENIZERS for file in found)
 
 
 def load_exported(path: Path) -> Llama:
@@ -146,7 +169,6 @@ def _llama_config(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": None,
-        "eos_token_id": None,
         "torch_dtype": "float32",
     }
 
@@ -163,36 +185,3 @@ def _model_config(published: dict[str, Any]) -> ModelConfig:
         rope_theta=published["rope_theta"],
         tie_embeddings=published["tie_word_embeddings"],
     )
-
-
-def _byte_tokenizer() -> dict[str, Any]:
-    """A BPE without merges: each byte is the token of its own value."""
-    alphabet = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": byte_level | {"trim_offsets": True},
-        "decoder": byte_level | {"trim_offsets": True},
-        "model": {"type": "BPE", "vocab": alphabet, "merges": []},
-    }
-
-
-def _byte_symbols() -> list[str]:
-    """GPT-2's printable stand-ins for the 256 bytes, as `ByteLevel` expects: those that print stand
-    for themselves, the others for code points from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
-
-
-def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.seq_len,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

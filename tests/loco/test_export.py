@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +15,18 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from support.cluster import run_loco
+from support.corpora import make_tokenizer, options, write_jsonl
 from support.disk import files_up_to
+from support.runs import create_store
+from tokenizers import Tokenizer
 
 from loco.config import Config, DataConfig, ModelConfig
 from loco.errors import ConfigError, DataError, LocoError
 from loco.export import FORMATS, export, load_exported
 from loco.layout import Layout
 from loco.model import Llama, build_model, layout_of, pack
+from loco.tokens.prepare import prepare
 
 TIED = ModelConfig(dim=24, num_layers=2, num_heads=3, num_kv_heads=1, ffn_dim=40, seq_len=16)
 UNTIED = TIED.model_copy(update={"tie_embeddings": False, "rope_theta": 500.0})
@@ -146,11 +152,89 @@ def test_plain_tensors_have_the_names_of_the_layout(tmp_path: Path) -> None:
         export(theta, layout, Config(model=TIED), tmp_path / "b", form="gguf")
 
 
-def test_the_tokenizer_of_a_prepared_corpus_goes_along(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "manifest.json").write_text("{}")
-    (corpus / "tokenizer.json").write_text('{"mine": 1}')
-    config = Config(model=TIED, data=DataConfig(corpus=str(corpus)))
-    export(*theta_of(TIED), config, tmp_path / "model")
-    assert (tmp_path / "model" / "tokenizer.json").read_text() == '{"mine": 1}'
+BPE = TIED.model_copy(update={"vocab_size": 300})
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Prepared with a tokenizer whose documents end with <end>."""
+    make_tokenizer(tmp_path / "tokenizer")
+    source = write_jsonl(tmp_path / "a.jsonl")
+    made = options([source], tmp_path / "corpus", tokenizer=str(tmp_path / "tokenizer"))
+    prepare(made, lambda done, total: None)
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("name", ["{0}", "mix:1*{0},2*{0}", "mix:1*/not/here,2*{0}"])
+@pytest.mark.parametrize("of_site", [False, True])
+def test_the_tokenizer_of_a_prepared_corpus_goes_along(
+    name: str, of_site: bool, corpus: Path, tmp_path: Path
+) -> None:
+    """By itself, in a mixture, and of one site alone; with its end-of-text token."""
+    given = name.format(corpus)
+    named: dict[str, Any] = {"corpus": given}
+    if of_site:
+        named = {"corpus": "/not/here", "sites": {"paris": given}}
+    config = Config(model=BPE, data=DataConfig(**named))
+    assert export(*theta_of(BPE), config, tmp_path / "model") is None
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (
+        corpus / "tokenizer.json"
+    ).read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    rival = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    ours = Tokenizer.from_file(str(corpus / "tokenizer.json"))
+    assert tokenizer("Document 5").input_ids == ours.encode("Document 5").ids
+    assert tokenizer.eos_token == "<end>"
+    assert tokenizer.eos_token_id == rival.eos_token_id == ours.token_to_id("<end>")
+    assert load_exported(tmp_path / "model").config == BPE
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "told"),
+    [
+        (BPE, {"corpus": "/not/here"}, True),
+        (BPE, {"corpus": "sotu"}, True),  # sites may have --data of their own
+        (TIED, {"corpus": "/not/here"}, False),
+        (TIED, {"corpus": "/not/here", "tokenizer_digest": "1" * 32}, True),
+        (BPE, {"corpus": "/not/here", "tokenizer_digest": "bytes"}, False),
+    ],
+)
+def test_bytes_are_not_claimed_of_a_model_that_may_have_other_tokens(
+    model: ModelConfig, data: dict[str, Any], told: bool, tmp_path: Path
+) -> None:
+    config = Config(model=model, data=DataConfig(**data))
+    lacks = export(*theta_of(model), config, tmp_path / "model")
+    written = [path.name for path in (tmp_path / "model").glob("tokenizer*")]
+    if told:
+        assert (written, (lacks or "").split(",")[0]) == ([], "no tokenizer was written")
+    else:
+        assert (sorted(written), lacks) == (["tokenizer.json", "tokenizer_config.json"], None)
+        vocabulary = json.loads((tmp_path / "model" / "tokenizer.json").read_text("utf-8"))
+        assert len(vocabulary["model"]["vocab"]) == 256
+
+
+def test_a_corpus_of_another_tokenizer_than_the_runs_is_passed_over(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Prepared anew on this machine while the run went on, for example."""
+    config = Config(model=BPE, data=DataConfig(corpus=str(corpus), tokenizer_digest="1" * 32))
+    assert "no tokenizer was written" in str(export(*theta_of(BPE), config, tmp_path / "model"))
+    assert not list((tmp_path / "model").glob("tokenizer*"))
+
+
+def test_the_command_says_that_there_is_no_tokenizer(tmp_path: Path) -> None:
+    theta, layout = theta_of(BPE)
+    config = Config(model=BPE, data=DataConfig(corpus="/not/here"))
+    create_store(tmp_path / "state", config, layout=layout, theta=theta).close()
+    done = run_loco("export", "--state", str(tmp_path / "state"), "--out", str(tmp_path / "model"))
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1)
+    assert done.stderr.startswith("no tokenizer was written, because none is known on this machine")
+
+
+def test_a_manifest_that_cannot_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "manifest.json").write_text("{}")
+    config = Config(model=TIED, data=DataConfig(corpus=str(tmp_path / "corpus")))
+    with pytest.raises(DataError, match="is not a manifest of loco data prepare"):
+        export(*theta_of(TIED), config, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]

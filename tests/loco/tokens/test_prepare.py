@@ -18,17 +18,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cluster import run_loco
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from support.corpora import DOCUMENTS, HELD_OUT, make_tokenizer, options, write_jsonl
+from tokenizers import Tokenizer
 
 from loco.data import load_tokens
 from loco.errors import ConfigError, DataError
 from loco.tokens import check_prepared, load_prepared
-from loco.tokens.prepare import Options, prepare
+from loco.tokens.prepare import prepare
 from loco.tokens.prepared import MANIFEST, Manifest
 from loco.tokens.sources import cut_items
-
-DOCUMENTS = [f"Document {i}: {'ab¢ ' * (i % 7)}€ {i * i}." for i in range(400)]
-HELD_OUT = 0.2
 
 
 def is_held_out(text: str) -> bool:
@@ -39,40 +37,12 @@ def expected(documents: list[str], *, held_out: bool) -> bytes:
     return b"".join(f"{d}\n\n".encode() for d in documents if is_held_out(d) == held_out)
 
 
-def write_jsonl(path: Path, documents: list[str] = DOCUMENTS) -> Path:
-    path.write_text("".join(json.dumps({"text": d, "id": 1}) + "\n" for d in documents))
-    return path
-
-
-def options(inputs: list[Path], out: Path, **changes: Any) -> Options:
-    flags: dict[str, Any] = {
-        "tokenizer": "bytes", "end_of_text": None, "field": "text", "held_out": HELD_OUT,
-        "jobs": 1, "item_bytes": 3000,
-    }  # fmt: skip
-    return Options(inputs=[str(path) for path in inputs], out=out, **{**flags, **changes})
-
-
 def quiet(done: int, total: int) -> None:
     pass
 
 
 def files_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
-
-
-def make_tokenizer(directory: Path) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(DOCUMENTS, trainer)
-    directory.mkdir()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    return tokenizer
 
 
 def test_tokens_are_the_documents_each_ended_by_an_empty_line(tmp_path: Path) -> None:
