@@ -6,6 +6,8 @@ over time. Run alone: pytest tests/coordinator/test_compaction.py
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +50,10 @@ def train(directory: Path) -> tuple[State, list[int], list[int]]:
         member.contribute(round_, vector(LAYOUT, round_ % 7, scale=1e-2))
         eventually(lambda: coordinator.state.round == round_ + 1, "it is committed")  # noqa: B023
         due = (round_ + 1) // EVERY * EVERY
+        forgotten = coordinator.store.update(round_ - CONFIG.state.keep_updates)
         # Entered last: before that, the old snapshot lies there beside the new one.
         eventually(lambda: coordinator.running.engine.chain.get("snapshot", due), "it is tidy")  # noqa: B023
+        eventually(lambda: not forgotten.exists(), "so are the updates")  # noqa: B023
         num_bytes.append(directory_bytes(directory) - growing_bytes(directory))
         num_events.append(sum(1 for _ in coordinator.store.journal.replay(after=0)))
     state = coordinator.state
@@ -66,7 +70,20 @@ def growing_bytes(directory: Path) -> int:
     """What is meant to grow: the chain, a line a round; and SQLite's logs, until they turn over."""
     chain = (directory / FILE).stat().st_size
     assert chain < 2000 * (ROUNDS + 1)
-    return chain + write_ahead_bytes(directory)
+    return chain + write_ahead_bytes(directory) + free_bytes(directory)
+
+
+def free_bytes(directory: Path) -> int:
+    """Pages that SQLite keeps for later; how many depends on when it writes its log back."""
+    total = 0
+    for path in directory.glob("*.sqlite"):
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            pages, size = (
+                database.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("freelist_count", "page_size")
+            )
+            total += pages * size
+    return total
 
 
 def recovered(directory: Path) -> tuple[State, bytes]:
