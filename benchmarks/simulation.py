@@ -37,6 +37,7 @@ from loco.outer import (
     k_of_site,
     num_turns,
     outer_step,
+    own_step,
     rules_at,
 )
 
@@ -150,11 +151,17 @@ class Simulation:
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
             last = round_ + 1 == self._config.run.rounds
             ahead = 0 if last else self._config.outer.delay_steps
+            if ahead and (step := self._own_step(round_)):
+                anchors = [
+                    self._anticipate(index, anchor, encoded, step)
+                    for index, (anchor, encoded) in enumerate(zip(anchors, sent, strict=True))
+                ]
             self._train(ahead)
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
             for index, anchor in enumerate(anchors):
                 keeps = ahead or self._turns > 1
-                replica = self._merged(index, anchor) if keeps else self._start(index)
+                start = self._start(index)
+                replica = self._merged(index, anchor, start) if keeps else start
                 self._sites[index].write(replica, self.layout)
             yield Round(
                 round=round_,
@@ -196,14 +203,26 @@ class Simulation:
         params = pack(self._sites[index].model, self.layout)
         return np.where(active, params, self._start(index))
 
-    def _merged(self, index: int, anchor: Array) -> Array:
-        """start + (params - anchor); exactly params where the round exchanged nothing."""
+    def _own_step(self, round_: int) -> float:
+        rules = rules_at(self._config.outer, self._config.codec, round_)
+        return own_step(rules, alpha_at(self._config.outer, round_), len(self._sites))
+
+    def _anticipate(
+        self, index: int, anchor: Array, sent: codec.FeedbackEncoded, step: float
+    ) -> Array:
+        """The site goes on from its start less step * v, which is its anchor from then on."""
+        guess = self._start(index).copy()
+        guess[sent.indices] -= np.float32(step) * sent.values
+        self._sites[index].write(self._merged(index, anchor, guess), self.layout)
+        return guess
+
+    def _merged(self, index: int, anchor: Array, target: Array) -> Array:
+        """target + (params - anchor); exactly params where the round exchanged nothing."""
         params = pack(self._sites[index].model, self.layout)
-        start = self._start(index)
-        moved = (params - anchor) + start
+        moved = (params - anchor) + target
         if self._turns == 1:
             return moved
-        return np.where(start == anchor, params, moved)
+        return np.where(target == anchor, params, moved)
 
     def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
         rules = rules_at(self._config.outer, self._config.codec, round_)

@@ -29,7 +29,7 @@ from coordinator.monitor import Monitor
 from coordinator.notes import printable
 from coordinator.probe import Probes
 from coordinator.refused import RefusedRequest, check_run, raise_refusal
-from coordinator.settings import in_force, k_of_round
+from coordinator.settings import in_force, k_of_round, own_step_of_round
 from coordinator.state import State, Update
 from coordinator.upload import Uploads
 from loco.config import check_site_name
@@ -274,6 +274,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
             first_step=made.first_step,
             total_steps=made.first_step + (config.run.rounds - round_) * inner_steps,
             k=k_of_round(config, made, round_),
+            own_step=own_step_of_round(config, made, round_),
         )
 
     # --- checks ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.state import State, Update
 from loco.config import Config
-from loco.outer import alpha_at, k_at, k_of_site, rules_at
+from loco.outer import alpha_at, k_at, k_of_site, own_step, rules_at
 
 _CONFIGURED: dict[str, Callable[[Config, int], float]] = {
     "outer.alpha": lambda config, round_: alpha_at(config.outer, round_),
@@ -29,6 +29,13 @@ def k_of_round(config: Config, made: State | Update, round_: int) -> int:
     own = rules_at(config.outer, config.codec, round_).k
     k = own or int(in_force("codec.k", config, made.settings, round_))
     return k_of_site(k, config.codec.k_sites, made.num_sites)
+
+
+def own_step_of_round(config: Config, made: State | Update, round_: int) -> float:
+    """What a site may expect the update to make of its own values."""
+    rules = rules_at(config.outer, config.codec, round_)
+    alpha = in_force("outer.alpha", config, made.settings, round_)
+    return own_step(rules, alpha, made.num_sites)
 
 
 def settings_document(config: Config, state: State) -> dict[str, dict[str, Any]]:

@@ -63,6 +63,8 @@ class Staged:
     """Those shards that this rank can upload."""
     ef_norm_sq: float
     """Sum of squares of EF = a - v on this rank's rows."""
+    parts: Sequence[tuple[slice, codec.FeedbackEncoded]]
+    """v, by elements of this rank's rows."""
     keep: Callable[[], None]
     """Makes EF = a - v final, until the coordinator decides."""
 
@@ -135,9 +137,10 @@ class Exchange:
         # Where the next theta and the next params are made. Fresh memory would cost page faults.
         self._spare_theta = np.zeros_like(self._theta)
         self._spare_params = np.zeros_like(self._theta)
-        # theta - EF as it was written last, and where it is made next. Without zeros_like, which
-        # would take the memory before anything is written.
+        # theta - EF as it was written last, and where it is made next; and where the next update is
+        # expected to lead. Without zeros_like, which would take the memory before it is written.
         self._starts = [np.zeros(len(self._theta), np.float32) for _ in range(2)]
+        self._guess = np.zeros(len(self._theta), np.float32)
         self.round = 0
         self.num_dropped = 0
         """Values of all rows that the last `retract` could not take back."""
@@ -190,18 +193,26 @@ class Exchange:
         pseudo-gradient.
         """
         start = self._start()
-        if not keep_progress:
-            self._write_rows(start)
-        elif self._site.group.size == 1:
-            self._move_parameters(start)
-        elif self._turns > 1:
-            self._write_rows(self._with_progress(start))
+        if keep_progress:
+            self._move_to(start)
         else:
-            rows = self._read_rows(np.zeros_like(self._theta))
-            rows -= self._anchor
-            rows += start
-            self._write_rows(rows)
+            self._write_rows(start)
         self._anchor = start
+
+    def anticipate(self, staged: Staged, own_step: float) -> None:
+        """The replica goes on from its start less own_step * v, with the steps since `capture`.
+
+        After `keep`. That is where the update will lead as far as this site can know: what is
+        missing are the values of others. Inner steps until it comes are then made where blocking
+        would make them, and not at the end of the site's own path, of which theta takes few
+        coordinates.
+        """
+        assert self._anchor is not self._guess, "anticipated already"
+        np.copyto(self._guess, self._start())
+        for here, encoded in staged.parts:
+            self._guess[here][encoded.indices] -= np.float32(own_step) * encoded.values
+        self._move_to(self._guess)
+        self._anchor = self._guess
 
     def _start(self) -> npt.NDArray[np.float32]:
         """From where the replica goes on: theta, or theta - EF where it keeps what is unsent."""
@@ -210,11 +221,19 @@ class Exchange:
         self._starts.reverse()  # the anchor may still be the other one
         return np.subtract(self._theta, self._ef, out=self._starts[0])
 
-    def _with_progress(self, start: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """start + (params - anchor); exactly params where this round exchanged nothing."""
+    def _move_to(self, target: npt.NDArray[np.float32]) -> None:
+        """params <- target + (params - anchor), for these rows, equally on all ranks.
+
+        Where rounds exchange fragments, exactly params where target is anchor.
+        """
+        if self._site.group.size == 1:
+            self._move_parameters(target)
+            return
         params = self._read_rows(np.zeros_like(self._theta))
-        moved = (params - self._anchor) + start
-        return np.where(start == self._anchor, params, moved)
+        moved = (params - self._anchor) + target
+        if self._turns > 1:
+            moved = np.where(target == self._anchor, params, moved)
+        self._write_rows(moved)
 
     @contextmanager
     def theta_in_model(self) -> Iterator[None]:
@@ -265,7 +284,7 @@ class Exchange:
         def keep() -> None:
             self._sent = Sent(self.round, parts)
 
-        return Staged(shards=shards, ef_norm_sq=norm_sq, keep=keep)
+        return Staged(shards=shards, ef_norm_sq=norm_sq, parts=parts, keep=keep)
 
     def _encode_rows(
         self, rows: range, error_feedback: npt.NDArray[np.float32], k: int
@@ -392,12 +411,9 @@ class Exchange:
             for parameter, here in self._whole_parameters():
                 parameter.copy_(whole[here].view(parameter.shape))
 
-    def _move_parameters(self, start: npt.NDArray[np.float32]) -> None:
-        """params <- start + (params - anchor), in place, where this rank holds all rows.
-
-        As `_with_progress` where rounds exchange fragments; fresh memory is then one tensor's.
-        """
-        to, anchor = torch.from_numpy(start), torch.from_numpy(self._anchor)
+    def _move_parameters(self, target: npt.NDArray[np.float32]) -> None:
+        """`_move_to` in place, where this rank holds all rows; fresh memory is one tensor's."""
+        to, anchor = torch.from_numpy(target), torch.from_numpy(self._anchor)
         with torch.no_grad():
             for parameter, here in self._whole_parameters():
                 shape, device = parameter.shape, parameter.device

@@ -187,7 +187,7 @@ class Worker(Entry):
         self._exchange.capture(params)
         self._trainer.start_count()
         self._at.pending = Contribution(header, local, {})
-        self._at.in_flight, self._at.waited_before = True, self._meanwhile.waited_seconds
+        self._at.in_flight = True
         with self._pulse.edit() as beat:
             beat.inner_steps = self._trainer.data_cursor
             beat.tokens += local.tokens
@@ -195,7 +195,7 @@ class Worker(Entry):
                 beat.train_bits_per_byte = local.train_bits_per_byte
 
     def _encode(self, contribution: Contribution, k: int, *, push: bool) -> None:
-        """The shards of a contribution, while inner steps go on."""
+        """The shards of a contribution, and with a delay the guess where theta will go."""
 
         def begin(shard: int, body: bytes) -> None:
             self._session.begin_push(contribution.header_of(shard), body)
@@ -213,6 +213,9 @@ class Worker(Entry):
         def keep() -> None:
             staged.keep()
             self._at.pending = replace(contribution, shards=staged.shards)
+            self._at.waited_before = self._meanwhile.waited_seconds
+            if self._delay_left() and self._at.plan.own_step:
+                self._exchange.anticipate(staged, self._at.plan.own_step)
             self._report(contribution, *sums)
 
         self._site.transition(keep)
@@ -313,9 +316,15 @@ class Worker(Entry):
         return True
 
     def _delay_left(self) -> int:
-        """Inner steps still to make before the update of the exchange in flight is applied."""
-        last = self._at.plan.first_step + self._at.plan.inner_steps >= self._at.plan.total_steps
-        if not self._at.in_flight or last:
+        """Inner steps still to make before the update of the exchange in flight is applied.
+
+        None before it is encoded, where that shows the way: encoding takes a part of a step's time,
+        and a step from where the site stands is as good as lost (docs/results/overlap_*.md).
+        """
+        plan, pending = self._at.plan, self._at.pending
+        last = plan.first_step + plan.inner_steps >= plan.total_steps
+        encoding = pending is not None and not pending.shards
+        if not self._at.in_flight or last or (encoding and plan.own_step):
             return 0
         return max(0, self._config.outer.delay_steps - self._trainer.local_steps)
 

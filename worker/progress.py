@@ -53,7 +53,7 @@ class Progress:
     """All state is that of an earlier life of this site, which may have gone on from here."""
     heartbeat_seconds: float = 0.0
     waited_before: float = 0.0
-    """Seconds that this rank had waited when the contribution in flight was captured."""
+    """Seconds that this rank had waited when the contribution in flight was encoded."""
 
     def facts(self) -> dict[str, Any]:
         """What ranks at one place have in common at any time, as JSON."""

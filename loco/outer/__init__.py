@@ -1,7 +1,7 @@
 """The outer step: how contributions become an update, and how an update changes theta."""
 
 from loco.outer.fragments import FragmentRules, Fragments, num_turns, rules_at
-from loco.outer.schedule import alpha_at, k_at, k_of_site
+from loco.outer.schedule import alpha_at, k_at, k_of_site, own_step
 from loco.outer.step import OuterRules, Piece, apply_update, outer_step
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "k_of_site",
     "num_turns",
     "outer_step",
+    "own_step",
     "rules_at",
 ]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
+from loco.outer.fragments import FragmentRules
+
 
 class Density(Protocol):
     """`[codec]` of the config, which this package does not import: that reads files."""
@@ -37,6 +39,16 @@ def k_of_site(k: int, k_sites: int, num_sites: int) -> int:
     of their positions, and with it the update, stays as small (docs/results/downlink_*.md).
     """
     return max(1, round(k * min(1.0, k_sites / num_sites)))
+
+
+def own_step(rules: FragmentRules, alpha: float, num_sites: int) -> float:
+    """By how much of its own values a site may expect an update to move theta; 0: no guess.
+
+    Where it alone sends a coordinate `mean_contributors` gives it all of alpha, `mean` its share.
+    """
+    if rules.bits == 32:
+        return 0.0
+    return alpha / num_sites if rules.aggregation == "mean" else alpha
 
 
 class Alpha(Protocol):

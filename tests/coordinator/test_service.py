@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -33,6 +34,7 @@ from loco.wire.v1 import coordinator_pb2 as pb
 from worker.session import Session
 
 CONFIG = config_of(quorum={"min_sites": 2}, run={"rounds": 2}, inner={"steps": 7})
+EMBED = {"tensors": ["embed.weight"], "k": 300, "bits": 1}
 SERVICE = "loco.wire.v1.CoordinatorService"
 
 
@@ -122,10 +124,45 @@ def test_sites_share_k_as_the_last_update_had_many(tmp_path: Path) -> None:
         assert (told.directive, told.plan.k) == (pb.DIRECTIVE_UPDATE, 30)
 
 
+@pytest.mark.parametrize(
+    ("outer", "bits", "own_step"),
+    [
+        ({"alpha": 0.5}, 2, 0.5),
+        ({"alpha": 0.5, "aggregation": "mean"}, 2, 0.25),
+        ({"alpha": 0.5, "aggregation": "mean"}, 32, 0.0),
+        (
+            {"alpha_steps": {1: 9.0}, "own_fragments": {"e": EMBED | {"aggregation": "mean"}}},
+            1,
+            1.0,
+        ),
+    ],
+)
+def test_a_plan_tells_what_becomes_of_a_sites_own_values(
+    tmp_path: Path, outer: dict[str, Any], bits: int, own_step: float
+) -> None:
+    """alpha, or a site's share of it; 0 of dense ones, whose update is not to be guessed."""
+    config = config_of(outer=outer, codec={"bits": bits}, quorum={"min_sites": 2})
+    with (
+        coordinating(create_store(tmp_path, config)) as coordinator,
+        Member(coordinator, "paris") as paris,
+        Member(coordinator, "oslo") as oslo,
+    ):
+        paris.enter()
+        oslo.enter()
+        first = coordinator.state.theta_digest
+        assert paris.wait(0, timeout=10).plan.own_step == own_step
+        contribute((paris, oslo), 0)
+        told = paris.wait(0, first)
+        assert told.plan.own_step == own_step  # of the past: for a site that repeats it
+        if "alpha_steps" in outer:
+            assert told.next.own_step == 4.5
+
+
 def test_a_fragment_with_rules_of_its_own_has_its_own_k_and_bits(tmp_path: Path) -> None:
     """Round 1 is its turn: an operator's k is for all others, other bits are refused."""
-    own = {"embed": {"tensors": ["embed.weight"], "k": 300, "bits": 1}}
-    config = config_of(outer={"own_fragments": own}, run={"rounds": 3}, quorum={"min_sites": 1})
+    config = config_of(
+        outer={"own_fragments": {"embed": EMBED}}, run={"rounds": 3}, quorum={"min_sites": 1}
+    )
     with (
         coordinating(create_store(tmp_path, config)) as coordinator,
         Member(coordinator, "paris") as paris,

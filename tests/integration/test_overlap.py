@@ -33,6 +33,8 @@ from worker import lanes
 ROUNDS, H = 6, 3
 SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
 KEPT = {"unsent": "replica", "beta": 0.0, "aggregation": "mean"}
+ALPHA = 0.7
+"""Not 1: a site alone would guess each update exactly, whenever it is applied."""
 EMBED = {"tensors": ["embed_tokens.weight"], "k": 512, "bits": 1, "aggregation": "mean"}
 
 
@@ -49,7 +51,7 @@ def config_of_run(
     raw["data"]["sites"] = {site: SITES[site] for site in sites}
     raw["inner"] |= {"steps": H, "max_local_steps": H, "warmup_steps": 2, **inner}
     raw["outer"] = {"delay_steps": delay, "fragments": fragments, "own_fragments": own or {}}
-    raw["outer"] |= outer or {}
+    raw["outer"] |= {"alpha": ALPHA, **(outer or {})}
     raw["quorum"]["min_sites"] = len(sites)
     return Config.model_validate(raw)
 
@@ -110,10 +112,7 @@ def test_two_sites_do_what_the_simulation_does(
 
 
 def test_inner_steps_go_on_while_a_contribution_is_on_its_way(tmp_path: Path) -> None:
-    """The upload is held up until the steps of the delay are made: one after the other would hang.
-
-    Encoding was behind them, too: nothing that the network waits for holds up training.
-    """
+    """The upload is held up until the steps of the delay are made: else nothing would go on."""
     made: list[int] = []
     with run_of(tmp_path / "state", config_of_run(2, sites=("paris",))) as coordinator:
 
@@ -137,6 +136,21 @@ def test_a_delay_changes_theta_from_the_second_round_on() -> None:
     assert blocking[0] == delayed[0]
     assert all(a != b for a, b in zip(blocking[1:], delayed[1:], strict=True))
     assert all(a != b for a, b in zip(blocking, parts, strict=True))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_site_alone_loses_nothing_to_a_delay(tmp_path: Path, fragments: int) -> None:
+    """It goes on from where the update will lead: with nobody else's values that is the update."""
+
+    def config(delay: int) -> Config:
+        outer = {"alpha": 1.0}
+        return config_of_run(delay, sites=("paris",), fragments=fragments, outer=outer)
+
+    blocking = simulated(config(0))
+    assert [simulated(config(delay)) for delay in (1, H)] == [blocking] * 2
+    with run_of(tmp_path / "state", config(2)) as coordinator:
+        Life(coordinator.address, "paris").finishes()
+        assert digests(coordinator) == blocking
 
 
 @pytest.fixture(scope="module")

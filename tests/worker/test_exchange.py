@@ -202,6 +202,42 @@ def test_inner_steps_made_while_the_update_was_away_are_kept(model: Odd) -> None
     assert np.corrcoef(sent, -progress)[0, 1] > 0.5
 
 
+@pytest.mark.parametrize("steps_before", [False, True])
+@pytest.mark.parametrize("included", [False, True])
+def test_a_site_goes_on_from_its_guess_of_the_update(
+    model: Odd, steps_before: bool, included: bool
+) -> None:
+    """theta_r <- theta - own_step v + (theta_r - theta_r at the exchange), and so again from there.
+
+    Also where inner steps were made before, and where the update does without this site.
+    """
+    exchange, layout = exchange_of(model), layout_of(model)
+    theta, own_step = pack(model, layout), np.float32(0.3)
+    train(model, 0)
+    captured = exchange.read()
+    at_exchange = captured.copy()
+    exchange.capture(captured)
+    if steps_before:
+        train(model, 1)
+    before = pack(model, layout) - at_exchange
+    staged = exchange.encode(K)
+    staged.keep()
+    exchange.anticipate(staged, float(own_step))
+    guess = theta - own_step * decoded(staged.shards[0], layout.num_elements)
+    np.testing.assert_allclose(pack(model, layout), guess + before, rtol=0, atol=1e-6)
+    if not steps_before:
+        np.testing.assert_array_equal(pack(model, layout), guess)
+    train(model, 2)
+    progress = pack(model, layout) - guess
+    update = codec.encode(at_exchange - theta, k=2 * K).payload
+    exchange.settle(included=included)
+    exchange.apply(exchange.stage(update))
+    exchange.write_parameters(keep_progress=True)
+    apply_update(theta, update)
+    np.testing.assert_allclose(pack(model, layout), theta + progress, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(exchange.state(exchange.rows).theta.numpy(), theta)
+
+
 def test_a_parameter_that_is_not_finite_is_named_and_nothing_changes(model: Odd) -> None:
     exchange = exchange_of(model)
     train(model, 0)

@@ -44,4 +44,4 @@ class ReplicatedExchange(Exchange):
             self._ef = error_feedback
             self._sent = Sent(self.round, parts)
 
-        return Staged(shards=shards, ef_norm_sq=norm_sq, keep=keep)
+        return Staged(shards=shards, ef_norm_sq=norm_sq, parts=parts, keep=keep)

@@ -1224,6 +1224,7 @@ class RoundPlan(_message.Message):
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     K_FIELD_NUMBER: _builtins.int
     SITE_STEPS_FIELD_NUMBER: _builtins.int
+    OWN_STEP_FIELD_NUMBER: _builtins.int
     inner_steps: _builtins.int
     """H: inner steps to make."""
     first_step: _builtins.int
@@ -1234,6 +1235,10 @@ class RoundPlan(_message.Message):
     """Values to keep of each chunk."""
     site_steps: _builtins.int
     """Inner steps that this site makes, or made, where they are not H: 0 elsewhere."""
+    own_step: _builtins.float
+    """By how much of the values that this site sends the update will move theta, as far as can be
+    known before: alpha, and of a mean over all sites this site's share. 0: it is not to be guessed.
+    """
     def __init__(
         self,
         *,
@@ -1242,10 +1247,11 @@ class RoundPlan(_message.Message):
         total_steps: _builtins.int = ...,
         k: _builtins.int = ...,
         site_steps: _builtins.int = ...,
+        own_step: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "inner_steps", b"inner_steps", "k", b"k", "site_steps", b"site_steps", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "inner_steps", b"inner_steps", "k", b"k", "own_step", b"own_step", "site_steps", b"site_steps", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
