@@ -143,9 +143,17 @@ class Simulation:
 
     def rounds(self) -> Iterator[Round]:
         """Train round by round; after the last one the sites hold the final theta."""
+        for due in self.life():
+            if isinstance(due, Round):
+                yield due
+            else:
+                self._train(due)
+
+    def life(self) -> Iterator[int | Round]:
+        """What happens, in order: so many inner steps are due at all sites, or a round is over."""
         ahead = 0  # inner steps of this round that were made while the last exchange went on
         for round_ in range(self._config.run.rounds):
-            self._train(self._config.inner.steps - ahead)
+            yield self._config.inner.steps - ahead
             nats = [site.exchanged() for site in self._sites]
             anchors = [self._anchor(index, round_) for index in range(len(self._sites))]
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
@@ -156,7 +164,7 @@ class Simulation:
                     self._anticipate(index, anchor, encoded, step)
                     for index, (anchor, encoded) in enumerate(zip(anchors, sent, strict=True))
                 ]
-            self._train(ahead)
+            yield ahead
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
             for index, anchor in enumerate(anchors):
                 keeps = ahead or self._turns > 1
@@ -181,6 +189,16 @@ class Simulation:
         measured = bits_per_byte(*evaluate(site.model, self._held_out))
         site.write(replica, self.layout)
         return measured
+
+    @property
+    def config(self) -> Config:
+        """Of the run."""
+        return self._config
+
+    @property
+    def sites(self) -> list[SimulatedSite]:
+        """All of them, in the order of their names."""
+        return self._sites
 
     def _train(self, num_steps: int) -> None:
         """Inner steps at all sites."""

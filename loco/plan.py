@@ -166,10 +166,10 @@ def predict(setting: Setting) -> Prediction:
     encode_rate = ENCODE_ELEMENTS_PER_SECOND
     if elements < WORTH_COMPILING:
         encode_rate /= NUMPY_SLOWDOWN
+    encode = elements / setting.ranks / encode_rate
     received = setting.sites * values_up
     parts = {
-        "codec": elements / setting.ranks / encode_rate
-        + values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
+        "codec": encode + values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
         "uplink": _transfer_seconds(setting, up, setting.up_mbit),
         "coordinator": (received + values_down) / DECODE_VALUES_PER_SECOND + elements / encode_rate,
         "downlink": _transfer_seconds(setting, down, setting.down_mbit),
@@ -178,8 +178,14 @@ def predict(setting: Setting) -> Prediction:
     compute = setting.inner_steps * setting.step_seconds
     exchange = sum(parts.values())
     longest = max(parts, key=parts.__getitem__)
-    waiting = max(0.0, exchange - setting.delay_steps * setting.step_seconds)
-    utilisation = compute / (compute + waiting)
+
+    def waiting(delay_steps: int) -> float:
+        """What of the exchange so many inner steps do not hide: they begin when it is encoded."""
+        first = encode if delay_steps and setting.bits != DENSE_BITS else 0.0
+        return first + max(0.0, exchange - first - delay_steps * setting.step_seconds)
+
+    waits = waiting(setting.delay_steps)
+    utilisation = compute / (compute + waits)
     return Prediction(
         params=setting.layout.num_parameters,
         dense_bytes=setting.layout.dense_bytes,
@@ -188,17 +194,17 @@ def predict(setting: Setting) -> Prediction:
         snapshot_bytes=4 * elements,
         bits_per_value_up=8 * up / max(1, values_up),
         compute_seconds=compute,
-        encode_seconds=elements / setting.ranks / encode_rate,
+        encode_seconds=encode,
         up_seconds=parts["uplink"],
         coordinator_seconds=parts["coordinator"],
         down_seconds=parts["downlink"],
         apply_seconds=values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
         latency_seconds=parts["latency"],
         exchange_seconds=exchange,
-        round_seconds=compute + waiting,
+        round_seconds=compute + waits,
         utilisation=utilisation,
         utilisation_blocking=compute / (compute + exchange),
-        utilisation_overlapped=min(1.0, compute / exchange),
+        utilisation_overlapped=compute / (compute + waiting(setting.inner_steps)),
         bound_by="compute" if utilisation >= TARGET else longest,
     )
 
@@ -252,7 +258,7 @@ def advice(setting: Setting) -> list[str]:
     if now.utilisation >= TARGET:
         return [_room(setting)]
     lines = []
-    hides = math.ceil(now.exchange_seconds / setting.step_seconds)
+    hides = math.ceil((now.exchange_seconds - now.encode_seconds) / setting.step_seconds)
     if hides <= setting.inner_steps:
         lines.append(f"outer.delay_steps = {hides} hides the exchange behind inner steps")
     left = now.exchange_seconds - setting.delay_steps * setting.step_seconds

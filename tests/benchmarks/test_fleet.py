@@ -5,11 +5,13 @@ Run alone: pytest tests/benchmarks/test_fleet.py
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import overlap
 from benchmarks.fleet import FleetSimulation
 from benchmarks.simulation import Simulation
 from loco.config import Config
@@ -43,6 +45,26 @@ def test_a_fleet_trains_as_its_sites_would_alone(delay: int) -> None:
         np.testing.assert_allclose(fleet.theta, alone.theta, atol=2e-6)
     assert np.abs(alone.theta - start).max() > 1e-3
     assert fleet.evaluate() == pytest.approx(alone.evaluate(), rel=1e-5)
+
+
+def test_runs_in_lockstep_end_as_each_would_alone() -> None:
+    """Dense contributions again; two delays, and a control that differs by a millionth."""
+    dense = {"codec": {"bits": 32}}
+    configs = [
+        config_of_run(outer={"aggregation": "mean", "beta": 0.0, "delay_steps": delay}, **dense)
+        for delay in (0, 2, 4)
+    ]
+    runs = [overlap.Lockstep(Simulation(config), {}) for config in configs]
+    runs.append(overlap.Lockstep(overlap.disturbed(Simulation(configs[0]), 1), {}))
+    overlap.train(runs)
+    alone = [Simulation(config) for config in configs]
+    for simulation in alone:
+        assert len(list(simulation.rounds())) == 3
+    for run, simulation in zip(runs, [*alone, alone[0]], strict=True):
+        np.testing.assert_allclose(run.simulation.theta, simulation.theta, atol=1e-5)
+    thetas = [run.simulation.theta for run in runs]
+    assert all(np.abs(a - b).max() > 1e-4 for a, b in itertools.combinations(thetas[:3], 2))
+    assert (thetas[3] != thetas[0]).any()
 
 
 def test_an_exact_downlink_moves_theta_by_the_mean_of_what_was_sent() -> None:
