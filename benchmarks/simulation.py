@@ -159,7 +159,8 @@ class Simulation:
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
             last = round_ + 1 == self._config.run.rounds
             ahead = 0 if last else self._config.outer.delay_steps
-            if ahead and (step := self._own_step(round_)):
+            step = self._own_step(round_) if ahead else 0.0
+            if step:
                 anchors = [
                     self._anticipate(index, anchor, encoded, step)
                     for index, (anchor, encoded) in enumerate(zip(anchors, sent, strict=True))
@@ -167,9 +168,12 @@ class Simulation:
             yield ahead
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
             for index, anchor in enumerate(anchors):
-                keeps = ahead or self._turns > 1
-                start = self._start(index)
-                replica = self._merged(index, anchor, start) if keeps else start
+                replica = start = self._start(index)
+                if step:
+                    params = pack(self._sites[index].model, self.layout)
+                    replica = np.where(start == anchor, params, start)
+                elif ahead or self._turns > 1:
+                    replica = self._merged(index, anchor, start)
                 self._sites[index].write(replica, self.layout)
             yield Round(
                 round=round_,

@@ -190,10 +190,14 @@ class Exchange:
 
         `keep_progress`: with theta + (params - params at the last encode), so that inner steps made
         since then are not lost, however many updates come first; they are in the next
-        pseudo-gradient.
+        pseudo-gradient. After `anticipate` only theta's values are taken over where the update is
+        another than was guessed: there others did what this site has been doing meanwhile, and both
+        together would be too much (docs/results/overlap_*.md).
         """
         start = self._start()
-        if keep_progress:
+        if keep_progress and self._anchor is self._guess:
+            self._correct(start)
+        elif keep_progress:
             self._move_to(start)
         else:
             self._write_rows(start)
@@ -213,6 +217,18 @@ class Exchange:
             self._guess[here][encoded.indices] -= np.float32(own_step) * encoded.values
         self._move_to(self._guess)
         self._anchor = self._guess
+
+    def _correct(self, start: npt.NDArray[np.float32]) -> None:
+        """params <- start where that is not the guess, equally on all ranks."""
+        if self._site.group.size == 1:
+            to, guess = torch.from_numpy(start), torch.from_numpy(self._guess)
+            with torch.no_grad():
+                for p, here in self._whole_parameters():
+                    then, now = (b[here].view(p.shape).to(p.device) for b in (guess, to))
+                    p.copy_(torch.where(now == then, p, now))
+            return
+        params = self._read_rows(np.zeros_like(self._theta))
+        self._write_rows(np.where(start == self._guess, params, start))
 
     def _start(self) -> npt.NDArray[np.float32]:
         """From where the replica goes on: theta, or theta - EF where it keeps what is unsent."""
@@ -368,7 +384,11 @@ class Exchange:
             places, originals = self._sent_arrays()
             tensors["sent"] = torch.from_numpy(places)
             tensors["originals"] = torch.from_numpy(originals)
-        about = {"round": self.round, "sent_in": self._sent and self._sent.round}
+        about = {
+            "round": self.round,
+            "sent_in": self._sent and self._sent.round,
+            "anticipated": self._anchor is self._guess,
+        }
         return about, tensors
 
     def lasting(self) -> dict[str, Tensor]:
@@ -381,6 +401,8 @@ class Exchange:
         self._set_theta(tensors["theta"].numpy())
         self._ef[:] = tensors["error_feedback"].numpy()
         self._anchor = tensors["anchor"].numpy()
+        if about["anticipated"]:
+            self._guess = self._anchor
         self.round = about["round"]
         self._sent = None
         if about["sent_in"] is not None:
