@@ -260,7 +260,9 @@ def advice(setting: Setting) -> list[str]:
     lines = []
     hides = math.ceil((now.exchange_seconds - now.encode_seconds) / setting.step_seconds)
     if hides <= setting.inner_steps:
-        lines.append(f"outer.delay_steps = {hides} hides the exchange behind inner steps")
+        lines.append(
+            f"outer.delay_steps = {hides} hides the exchange behind inner steps, but for encoding"
+        )
     left = now.exchange_seconds - setting.delay_steps * setting.step_seconds
     steps = math.ceil(left * TARGET / (1 - TARGET) / setting.step_seconds)
     if steps <= MAX_STEPS:

@@ -160,7 +160,7 @@ def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
     assert p.exchange_seconds == pytest.approx(sum(parts))
     assert p.utilisation == p.utilisation_blocking
     assert p.utilisation == pytest.approx(60 / (60 + p.exchange_seconds))
-    assert p.utilisation_overlapped == pytest.approx(min(1, 60 / p.exchange_seconds))
+    assert p.utilisation_overlapped == pytest.approx(60 / (60 + p.encode_seconds))
     assert p.bound_by == "coordinator"
 
 
@@ -194,8 +194,10 @@ def test_who_follows_the_advice_reaches_what_it_says() -> None:
     assert predict(thin).utilisation < 0.95
     delay, steps, one_bit, half_k = advice(thin)
     hides = int(delay.split("=")[1].split()[0])
-    assert predict(replace(thin, delay_steps=hides)).utilisation == 1.0
-    assert predict(replace(thin, delay_steps=hides - 1)).utilisation < 1.0
+    hidden = predict(replace(thin, delay_steps=hides))
+    assert hidden.round_seconds == pytest.approx(hidden.compute_seconds + hidden.encode_seconds)
+    one_less = predict(replace(thin, delay_steps=hides - 1))
+    assert one_less.round_seconds > hidden.round_seconds
     number = int(steps.split("=")[1].split()[0])
     assert predict(replace(thin, inner_steps=number)).utilisation >= 0.95
     assert predict(replace(thin, inner_steps=number - 1)).utilisation < 0.95

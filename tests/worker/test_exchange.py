@@ -207,7 +207,7 @@ def test_inner_steps_made_while_the_update_was_away_are_kept(model: Odd) -> None
 def test_a_site_goes_on_from_its_guess_of_the_update(
     model: Odd, steps_before: bool, included: bool
 ) -> None:
-    """theta_r <- theta - own_step v + (theta_r - theta_r at the exchange), and so again from there.
+    """guess = theta - own_step v; theta_r keeps its progress from there where the update agrees.
 
     Also where inner steps were made before, and where the update does without this site.
     """
@@ -228,14 +228,27 @@ def test_a_site_goes_on_from_its_guess_of_the_update(
     if not steps_before:
         np.testing.assert_array_equal(pack(model, layout), guess)
     train(model, 2)
-    progress = pack(model, layout) - guess
-    update = codec.encode(at_exchange - theta, k=2 * K).payload
+    at_update = pack(model, layout)
+    others = np.flatnonzero(at_exchange)[::50]
+    update = theta - guess
+    update[others] += np.float32(0.01)
+    payload = codec.encode(update, k=CHUNK).payload
     exchange.settle(included=included)
-    exchange.apply(exchange.stage(update))
+    exchange.apply(exchange.stage(payload))
+    theta_new = exchange.state(exchange.rows).theta.numpy().copy()
     exchange.write_parameters(keep_progress=True)
-    apply_update(theta, update)
+    wanted = np.where(theta_new == guess, at_update, theta_new)
+    np.testing.assert_array_equal(pack(model, layout), wanted)
+    moved = (theta_new != guess).mean()
+    assert 0.01 < moved < 0.5
+    # ... and once theta is everyone's again, further updates keep all progress.
+    theta = theta_new.copy()
+    train(model, 3)
+    progress = pack(model, layout) - theta_new
+    exchange.apply(exchange.stage(payload))
+    apply_update(theta, payload)
+    exchange.write_parameters(keep_progress=True)
     np.testing.assert_allclose(pack(model, layout), theta + progress, rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(exchange.state(exchange.rows).theta.numpy(), theta)
 
 
 def test_a_parameter_that_is_not_finite_is_named_and_nothing_changes(model: Odd) -> None:
@@ -260,6 +273,27 @@ def test_a_snapshot_empties_the_error_feedback(model: Odd) -> None:
     exchange.load(pack(model, layout).tobytes(), 7)
     assert exchange.state(exchange.rows).error_feedback.count_nonzero() == 0
     assert exchange.round == 7
+
+
+def test_a_rank_that_is_healed_while_it_waits_knows_what_it_guessed() -> None:
+    """It takes the update as the one that healed it does."""
+    models = [Odd(), Odd()]
+    exchanges = [exchange_of(model) for model in models]
+    layout = layout_of(models[0])
+    train(models[0], 0)
+    exchanges[0].capture(exchanges[0].read())
+    staged = exchanges[0].encode(K)
+    staged.keep()
+    exchanges[0].anticipate(staged, 1.0)
+    train(models[0], 1)
+    models[1].load_state_dict(models[0].state_dict())
+    exchanges[1].take(*exchanges[0].give())
+    update = codec.encode(pack(Odd(), layout), k=K).payload
+    for exchange in exchanges:
+        exchange.settle(included=True)
+        exchange.apply(exchange.stage(update))
+        exchange.write_parameters(keep_progress=True)
+    np.testing.assert_array_equal(pack(models[0], layout), pack(models[1], layout))
 
 
 def test_a_rank_that_took_an_open_contribution_gives_it_on(model: Odd) -> None:
