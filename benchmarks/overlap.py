@@ -2,7 +2,6 @@
 
     python -m benchmarks.overlap --out build/overlap.jsonl --seed 0 1 2 3 4 5
     python -m benchmarks.overlap --out ... --seed 0 1 2 --delay 5 15 --blind
-    python -m benchmarks.overlap --out ... --table
 
 One JSON line a run. The runs of all seeds and delays train in lockstep as one fleet
 (benchmarks/fleet.py), which takes a fourth of the time: a model of 0.12 million parameters, two
@@ -14,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +59,6 @@ class Lockstep:
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.table:
-        print("\n".join(table(arguments.out)))
-        return
     torch.set_num_threads(1)
     codec.warm_up()
     runs = list(runs_of(arguments))
@@ -86,7 +80,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--method", default="ramp", choices=METHODS)
     parser.add_argument("--blind", action="store_true", help="without anticipation; no controls")
-    parser.add_argument("--table", action="store_true", help="print what --out holds as Markdown")
     return parser.parse_args()
 
 
@@ -127,28 +120,6 @@ def train(runs: list[Lockstep]) -> None:
         fleet.train(steps)
         for run in going:
             run.go_on(steps)
-
-
-def table(path: Path) -> list[str]:
-    """Mean loss of each kind of run, and its distance from the controls with its standard error."""
-    runs = [json.loads(line) for line in path.read_text().splitlines()]
-    lines = [
-        "| recipe | delay of 15 | while it waits | runs | bits per byte | against waiting |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    kinds = sorted({(run["method"], run["delay"], run["blind"]) for run in runs})
-    for method, delay, blind in kinds:
-        found, control = (
-            [run["val_bpb_end"] for run in runs if (run["method"], run["delay"]) == (method, d)
-             and run["blind"] == b]
-            for d, b in ((delay, blind), (0, False))
-        )  # fmt: skip
-        mean, base = statistics.fmean(found), statistics.fmean(control)
-        error = math.hypot(*(statistics.stdev(v) / math.sqrt(len(v)) for v in (found, control)))
-        way = ("from its own end" if blind else "from its guess") if delay else ""
-        distance = f"{mean / base - 1:+.1%} +- {error / base:.1%}" if delay else ""
-        lines.append(f"| {method} | {delay} | {way} | {len(found)} | {mean:.4f} | {distance} |")
-    return lines
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Blocks of benchmarks.tables from what other benchmarks printed with --json.
 
-`loco demo --json` and `python -m benchmarks.wan --json` print what lies in docs/results/.
+`loco demo --json` and `python -m benchmarks.wan --json` print what lies in docs/results/,
+`python -m benchmarks.overlap` writes it.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +102,45 @@ def wan_setting(report: dict[str, Any]) -> Setting:
 def congestion(report: dict[str, Any]) -> str:
     """Of the hosts of such a run; where nothing was asked for it was that machine's."""
     return str(report.get("congestion") or "bbr")
+
+
+def overlap_lines() -> list[str]:
+    """What a delay costs: each run against the mean of its seed's two controls."""
+    text = (RESULTS / "overlap_cpu_2026-11-30.jsonl").read_text(encoding="utf-8")
+    kinds: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
+    controls: dict[tuple[str, int], list[float]] = {}
+    for run in map(json.loads, text.splitlines()):
+        kinds.setdefault((run["method"], run["delay"], run["blind"]), []).append(run)
+        if run["delay"] == 0:
+            controls.setdefault((run["method"], run["seed"]), []).append(run["val_bpb_end"])
+    lines = [
+        "| recipe | delay | goes on from | seeds | bits per byte | against waiting |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (method, delay, blind), runs in sorted(kinds.items()):
+        seeds = len({run["seed"] for run in runs})
+        mean = statistics.fmean(run["val_bpb_end"] for run in runs)
+        if delay:
+            way = "its own end" if blind else "its guess"
+            distance = _distance(runs, controls)
+        else:
+            way = "theta"
+            pairs = [pair for (name, _), pair in controls.items() if name == method]
+            distance = f"a run alone: +- {_noise(pairs):.1%}"
+        lines.append(f"| {method} | {delay} | {way} | {seeds} | {mean:.4f} | {distance} |")
+    return lines
+
+
+def _distance(runs: list[dict[str, Any]], controls: dict[tuple[str, int], list[float]]) -> str:
+    """Mean over seeds, and its standard error."""
+    ratios = [
+        run["val_bpb_end"] / statistics.fmean(controls[run["method"], run["seed"]]) - 1
+        for run in runs
+    ]
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return f"{statistics.fmean(ratios):+.1%} +- {error:.1%}"
+
+
+def _noise(pairs: list[list[float]]) -> float:
+    """Standard deviation of a run, from pairs that differ by a millionth of their initial theta."""
+    return math.sqrt(statistics.fmean(((a - b) / a) ** 2 / 2 for a, b in pairs))
