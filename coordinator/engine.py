@@ -251,7 +251,7 @@ class Engine:
             elif isinstance(effect, Say):
                 self._observe(effect, self.state)
         if isinstance(taken.event, SnapshotRequested) and not taken.state.snapshot_due:
-            self._spawn(self._snapshot_now())
+            self._spawn(self.snapshot_after(taken.state.round - 1))
 
     # --- reducing -------------------------------------------------------------------------------
 
@@ -280,11 +280,11 @@ class Engine:
         old = round_ - self._reducer.snapshot_round >= self.store.config.state.snapshot_every_rounds
         return old or self._snapshot_asked or round_ == self.store.config.run.rounds
 
-    async def _snapshot_now(self) -> None:
-        """Asked for while no round is open."""
+    async def snapshot_after(self, round_: int) -> None:
+        """Write one of theta as it is now, unless there is one that is newer than that round."""
         async with self._reducing:
             assert self._reducer is not None
-            if self._reducer.snapshot_round < self.state.round:
+            if self._reducer.snapshot_round <= round_:
                 await self._save_snapshot()
 
     async def _save_snapshot(self) -> None:

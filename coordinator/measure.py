@@ -12,6 +12,7 @@ import numpy as np
 
 from coordinator.contributions import read_payloads
 from loco import codec
+from loco.errors import PayloadError
 from loco.layout import CHUNK, Layout
 
 
@@ -27,7 +28,7 @@ class UpdateMeasures:
 
 
 def measure_update(path: Path, layout: Layout) -> UpdateMeasures | None:
-    """Read an update cell by cell; None when the file is not kept any more."""
+    """Read an update cell by cell; None when it is not kept any more, or damaged."""
     norm_sq, num_values = 0.0, 0
     try:
         for cell, payload in read_payloads(path, range(layout.num_chunks)):
@@ -35,7 +36,7 @@ def measure_update(path: Path, layout: Layout) -> UpdateMeasures | None:
             norm_sq += float(np.dot(values, values))
             num_values += len(values)
         size_bytes = path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, PayloadError):
         return None
     return UpdateMeasures(
         norm=math.sqrt(norm_sq),

@@ -401,6 +401,8 @@ class Monitor:
                 await self.housekeeping()
             except (OSError, sqlite3.Error) as error:  # a full disk must not end the run here
                 log.warning("could not write down what sites told: %s", error)
+            except Exception:  # a bug: to stop here would be to watch nothing from now on
+                log.exception("a turn of housekeeping failed")
 
     async def housekeeping(self) -> None:
         """One turn of `keep_house`."""
@@ -441,7 +443,7 @@ class Monitor:
     async def _measure_update(self, round_: int, values_by_site: dict[str, int]) -> None:
         path = self.store.update(round_)
         measured = await asyncio.to_thread(measure_update, path, self.store.layout)
-        if measured is None:  # forgotten meanwhile: the site that kept us busy was long away
+        if measured is None:  # whoever serves a damaged one says so
             return
         overlap = support_overlap(list(values_by_site.values()), measured.num_values)
         codec = self.metrics.codec

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,6 +34,7 @@ from coordinator.settings import in_force, k_of_round, own_step_of_round
 from coordinator.state import State, Update
 from coordinator.upload import Uploads
 from loco.config import check_site_name
+from loco.digest import file_digest
 from loco.errors import ConfigError
 from loco.layout import Layout
 from loco.wire.blocks import make_block
@@ -45,6 +47,8 @@ from loco.wire.protocol import (
 )
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+
+log = logging.getLogger("loco.coordinator")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 RequestT = TypeVar("RequestT", bound=Message)
@@ -68,6 +72,7 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         )
         self._uploads = Uploads(engine, monitor, self._count)
         self._small: tuple[int, asyncio.Task[pb.Block]] | None = None
+        self._sound = -1  # newest round whose update was read and found as it was made
 
     # --- the verbs ------------------------------------------------------------------------------
 
@@ -221,6 +226,9 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         if isinstance(verdict, Refuse):
             raise RefusedRequest(verdict.reason, verdict.message)
         word, message = verdict
+        if word == "update" and not await self._is_sound(have_round):
+            word, message = "resync", f"the coordinator's update of round {have_round} is damaged"
+            state = self._engine.state
         response = pb.WaitRoundResponse(
             directive=pb.Directive.Value(f"DIRECTIVE_{word.upper()}"), message=message
         )
@@ -243,7 +251,8 @@ class Service(pb_grpc.CoordinatorServiceServicer):
                 response.plan.CopyFrom(self._plan(have_round, update))
                 response.plan.site_steps = mine.inner_steps
         elif word == "resync":
-            if have_round in state.digests:  # else the site was only away for too long
+            # Else the site was only away for too long, or what it needs is damaged.
+            if state.digests.get(have_round, request.theta_digest) != request.theta_digest:
                 self._monitor.digest_mismatch(site)
             snapshot = self._store.snapshots.newest()
             response.snapshot_round = snapshot.round
@@ -253,6 +262,29 @@ class Service(pb_grpc.CoordinatorServiceServicer):
         elif word == "train":
             response.plan.CopyFrom(self._plan(state.round, state))
         return response
+
+    async def _is_sound(self, round_: int) -> bool:
+        """Whether the update is as it was made; if not, there is a snapshot to go on from.
+
+        The newest one is read once, older ones each time that a site which was away needs them.
+        """
+        if round_ == self._sound:
+            return True
+        expected, path = self._engine.state.updates[round_].digest, self._store.update(round_)
+        try:
+            found = (await asyncio.to_thread(file_digest, path)).hex()
+        except FileNotFoundError:
+            return True  # forgotten meanwhile: Pull says so
+        if found == expected:
+            self._sound = max(self._sound, round_)
+            return True
+        log.error(
+            "%s has not the digest that the journal states: check this machine's disk; sites that "
+            "need it start from a snapshot",
+            path,
+        )
+        await self._engine.snapshot_after(round_)
+        return False
 
     async def _small_update(self, round_: int) -> pb.Block:
         """The whole update, read once for all the sites that wait for it."""

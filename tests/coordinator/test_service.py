@@ -246,6 +246,34 @@ def test_a_wrong_theta_is_told_to_start_from_the_snapshot(
 # --- downloads ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("behind", [1, 2])
+def test_a_damaged_update_is_named_and_made_up_for_by_a_snapshot(
+    tmp_path: Path, behind: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the newest round, which nobody has asked for yet, and of one before it."""
+    state = {"snapshot_every_rounds": 50, "keep_updates": 60}
+    with (
+        coordinating(
+            create_store(tmp_path, config_of(quorum={"min_sites": 1}, state=state))
+        ) as running,
+        Member(running, "paris") as paris,
+    ):
+        paris.enter()
+        for round_ in range(2):
+            eventually(lambda: running.state.phase == "open", "the round is open")
+            paris.contribute(round_, vector(LAYOUT, round_))
+            eventually(lambda: running.state.round == round_ + 1, "it is committed")  # noqa: B023
+        damaged = tmp_path / "updates" / str(2 - behind)
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+        answer = paris.wait(2 - behind, running.state.digests[2 - behind])
+        assert answer.directive == pb.DIRECTIVE_RESYNC
+        assert f"update of round {2 - behind} is damaged" in answer.message
+        assert (answer.snapshot_round, answer.theta_digest) == (2, running.state.theta_digest)
+        assert paris.wait(2).directive == pb.DIRECTIVE_TRAIN
+        assert running.metric("loco_digest_mismatches_total", site="paris") == 0
+    assert f"{damaged} has not the digest" in caplog.text
+
+
 def test_ranges_of_an_update_join_to_the_whole(
     coordinator: Coordinator, sites: tuple[Member, Member]
 ) -> None:
