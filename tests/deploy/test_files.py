@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -28,9 +29,18 @@ SITE = {
     "nodes": 2, "ranksPerNode": 8, "gpusPerNode": 8, "data": "/data/corpus", "dataClaim": "corpus",
     "checkpointClaim": "paris", "resources": {"requests": {"cpu": "32"}},
     "nodeSelector": {"gpu": "h200"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
-    "extraArgs": ["--link-mbit=1000"],
+    "extraArgs": ["--link-mbit=1000"], "extraEnv": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+    "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
 }  # fmt: skip
-COORDINATOR = {"config": '[run]\nname = "mine"\n'}
+COORDINATOR: dict[str, Any] = {"config": '[run]\nname = "mine"\n'}
+OPENED: dict[str, Any] = COORDINATOR | {
+    "service": {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}, "metricsToken": True,
+    "extraEnv": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"}],
+    "extraVolumes": [{"name": "model", "persistentVolumeClaim": {"claimName": "theta"}}],
+    "extraVolumeMounts": [{"name": "model", "mountPath": "/model", "readOnly": True}],
+}  # fmt: skip
+EGRESS = [{"ports": [{"port": 443, "protocol": "TCP"}]}]
 KUBERNETES = ("1.29", "1.34")
 RELEASE = "mine"
 
@@ -155,10 +165,10 @@ def test_scripts_by_shellcheck() -> None:
 # --- helm -----------------------------------------------------------------------------------------
 
 
-def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
-    with helm_python.Chart.load(str(CHART)) as chart:
-        chart.validate_schema(values)
-        files = chart.render(values, name=RELEASE, namespace="loco")
+def rendered(values: dict[str, Any], chart: Path = CHART) -> list[dict[str, Any]]:
+    with helm_python.Chart.load(str(chart)) as loaded:
+        loaded.validate_schema(values)
+        files = loaded.render(values, name=RELEASE, namespace="loco")
     return [
         document
         for name, text in files.items()
@@ -170,7 +180,12 @@ def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 VALUES: dict[str, dict[str, Any]] = {
     "coordinator": {"coordinator": COORDINATOR},
-    "both": {"coordinator": COORDINATOR, "serviceMonitor": {"enabled": True}, "sites": [SITE]},
+    "both": {
+        "coordinator": OPENED,
+        "serviceMonitor": {"enabled": True, "serverName": "loco.example.com"},
+        "networkPolicy": {"egress": EGRESS},
+        "sites": [SITE],
+    },
     "sites": {
         "coordinator": {"enabled": False},
         "sites": [SITE, {"name": "oslo", "coordinator": "c:1", "bundleSecret": "b"}],
@@ -233,6 +248,110 @@ def test_no_container_has_more_rights_than_it_needs() -> None:
         assert mounted - volumes <= {"state"}  # of the StatefulSet's claim
 
 
+def of_kind(kind: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = (d for d in documents if d["kind"] == kind)
+    return found
+
+
+def test_a_coordinator_is_given_volumes_environment_and_a_way_out() -> None:
+    """For models that it reads or fetches, and for traces; by default it has neither."""
+    both = rendered(VALUES["both"])
+    ((pod, container),) = containers(of_kind("StatefulSet", both))
+    assert OPENED["extraEnv"][0] in container["env"]
+    assert OPENED["extraVolumes"][0] in pod["volumes"]
+    assert OPENED["extraVolumeMounts"][0] in container["volumeMounts"]
+    assert "--metrics-token=/bundle/token" in container["args"]
+    assert of_kind("NetworkPolicy", both)["spec"]["egress"] == EGRESS
+    ((pod, container),) = containers(of_kind("Job", both))
+    assert SITE["extraEnv"][0] in container["env"]  # type: ignore[index]
+    assert SITE["extraVolumes"][0] in pod["volumes"]  # type: ignore[index]
+    assert SITE["extraVolumeMounts"][0] in container["volumeMounts"]  # type: ignore[index]
+    alone = rendered(VALUES["coordinator"])
+    assert of_kind("NetworkPolicy", alone)["spec"]["egress"] == []
+
+
+def test_caches_of_what_loco_uses_can_be_written() -> None:
+    """The home is read-only in every deployment; each cache lies below a directory that is not."""
+    image = (DEPLOY / "docker" / "Dockerfile").read_text()
+    names = ("LOCO_CACHE_DIR", "NUMBA_CACHE_DIR", "HF_HOME", "TRITON_CACHE_DIR")
+    for name in (*names, "TORCHINDUCTOR_CACHE_DIR"):
+        (place,) = re.findall(rf"\b{name}=(\S+)", image)
+        assert Path("/cache") in (Path(place), *Path(place).parents), name
+        for unit, directory in (("loco-coordinator", "loco"), ("loco-worker@", "loco-%i")):
+            text = (DEPLOY / "systemd" / f"{unit}.service").read_text()
+            assert f"\nCacheDirectory={directory}\n" in text
+            (place,) = re.findall(rf"^Environment=.*\b{name}=%C/(\S+)", text, re.M)
+            assert Path(directory) in (Path(place), *Path(place).parents), name
+    for values in VALUES.values():
+        for pod, container in containers(rendered(values)):
+            assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
+            assert {"name": "cache", "emptyDir": {}} in pod["volumes"]
+    services = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())["services"]
+    for name in ("coordinator", "paris", "oslo"):
+        assert f"cache-{name}:/cache" in services[name]["volumes"]
+
+
+@pytest.mark.parametrize("workload", ["Job", "JobSet"])
+def test_an_upgrade_changes_no_job_in_place(workload: str, tmp_path: Path) -> None:
+    """Kubernetes refuses it ("field is immutable"): a Job that differs has another name."""
+
+    def made(chart: Path, **values: Any) -> tuple[str, dict[str, Any]]:
+        common = {"coordinator": {"enabled": False}, "workload": workload}
+        job = of_kind(workload, rendered(common | {"sites": [SITE]} | values, chart))
+        name: str = job["metadata"]["name"]
+        assert len(name) <= 54  # its pods add an index, and of a JobSet three more numbers
+        ((_, container),) = containers(job)
+        (master,) = (a for a in container["command"] if a.startswith("--master-addr="))
+        assert master.startswith(f"--master-addr={name}-")
+        return name, job["spec"]
+
+    newer = tmp_path / "loco"
+    shutil.copytree(CHART, newer)
+    about = (newer / "Chart.yaml").read_text()
+    (newer / "Chart.yaml").write_text(re.sub(r"^version: .*$", "version: 0.9.9", about, flags=re.M))
+    before = made(CHART)
+    assert made(newer) == before  # and no site is restarted for nothing
+    for change in (
+        {"image": {"tag": "0.9.9"}},
+        {"sites": [SITE | {"nodes": 3}]},
+        {"sites": [SITE | {"extraArgs": []}]},
+    ):
+        name, spec = made(CHART, **change)
+        assert spec != before[1]
+        assert name != before[0]
+
+
+def test_sites_are_let_in_by_address_and_in_the_same_cluster_by_label() -> None:
+    """Cilium matches no pod by its address. Compared with: the labels of the chart's own sites."""
+    both = rendered(VALUES["both"])
+    (peers,) = (
+        rule["from"]
+        for rule in of_kind("NetworkPolicy", both)["spec"]["ingress"]
+        if rule["ports"][0]["port"] == "grpc"
+    )
+    assert {"ipBlock": {"cidr": "0.0.0.0/0"}} in peers
+    (pods,) = (peer for peer in peers if "podSelector" in peer)
+    assert pods["namespaceSelector"] == {}
+    labels = of_kind("Job", both)["spec"]["template"]["metadata"]["labels"]
+    assert pods["podSelector"]["matchLabels"].items() <= labels.items()
+    service = next(d for d in both if d["metadata"]["name"] == f"{RELEASE}-paris")
+    assert service["spec"]["selector"].items() <= labels.items()
+    (outside,) = (d for d in both if d.get("spec", {}).get("type") == "LoadBalancer")
+    assert outside["spec"]["externalTrafficPolicy"] == "Local"
+
+
+@pytest.mark.parametrize(
+    ("token", "said"), [(True, "get secret loco-coordinator"), (False, "--cert certs/ops.pem")]
+)
+def test_the_notes_say_how_to_be_let_in_to_the_page(token: bool, said: str) -> None:
+    with helm_python.Chart.load(str(CHART)) as chart:
+        values = {"coordinator": COORDINATOR | {"metricsToken": token}}
+        files = chart.render(values, name=RELEASE, namespace="loco")
+    (notes,) = (text for name, text in files.items() if name.endswith("NOTES.txt"))
+    assert "port-forward svc/mine-coordinator-metrics 9400" in notes
+    assert said in notes
+
+
 def test_the_flags_of_the_chart_and_of_the_units_exist() -> None:
     """Every flag in deploy/ is one that the command line knows."""
     known = {
@@ -274,6 +393,11 @@ def pod_policy_ends_on(values: dict[str, Any]) -> list[int]:
         ({"coordinater": {}}, "coordinater"),
         ({"coordinator": COORDINATOR, "workload": "Deployment"}, "workload"),
         ({"coordinator": COORDINATOR, "sites": [{"name": "paris"}]}, "bundleSecret"),
+        ({"coordinator": COORDINATOR, "serviceMonitor": {"enabled": True}}, "serverName is empty"),
+        (
+            {"coordinator": COORDINATOR | {"service": {"externalTrafficPolicy": "Local"}}},
+            "LoadBalancer or NodePort",
+        ),
         ({"coordinator": COORDINATOR, "sites": [{**SITE, "name": "Paris"}]}, "name"),
     ],
 )

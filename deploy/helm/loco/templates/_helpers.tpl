@@ -20,6 +20,23 @@ app.kubernetes.io/component: coordinator
 {{ printf "%s-coordinator" .Release.Name | trunc 52 | trimSuffix "-" }}
 {{- end }}
 
+{{/* Of a site's pods: nothing of the chart's version, so that its upgrade restarts no site. */}}
+{{- define "loco.site.labels" -}}
+app.kubernetes.io/name: loco
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: site
+loco/site: {{ .site.name }}
+{{- end }}
+
+{{/* A Job cannot be changed: one that would differ gets another name, and takes the place of the old
+one in an upgrade. dict with `root`, `site` and `name`. */}}
+{{- define "loco.site.job" -}}
+{{- $pod := include "loco.site.pod" (dict "root" .root "site" .site "subdomain" .name "master" "") }}
+{{- $nodes := .site.nodes | default 1 | int }}
+{{- $fixed := printf "%s/%d/%s" $pod $nodes (include "loco.failurePolicy" .root) }}
+{{- printf "%s-%s" (.name | trunc 42 | trimSuffix "-") ($fixed | sha256sum | trunc 8) }}
+{{- end }}
+
 {{/* Of a pod: nothing in loco needs root, privileges or a writable image. */}}
 {{- define "loco.podSecurity" -}}
 runAsNonRoot: true
@@ -97,6 +114,9 @@ containers:
     env:
       - name: LOCO_LOG
         value: json
+      {{- with $site.extraEnv }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
     resources:
       {{- $resources := deepCopy ($site.resources | default dict) }}
       {{- if $gpus }}
@@ -110,6 +130,9 @@ containers:
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /cache}
       - {name: shm, mountPath: /dev/shm}
+      {{- with $site.extraVolumeMounts }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
       {{- if $site.dataClaim }}
       - {name: data, mountPath: /data, readOnly: true}
       {{- end }}
@@ -125,6 +148,9 @@ volumes:
     emptyDir: {}
   - name: shm
     emptyDir: {medium: Memory} # NCCL between the GPUs of a node
+  {{- with $site.extraVolumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
   {{- with $site.dataClaim }}
   - name: data
     persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
