@@ -192,8 +192,17 @@ class Store:
 
 def lock_directory(directory: Path) -> BinaryIO:
     """Hold the directory for this process, or raise ConfigError; ends with the process."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file = (directory / "lock").open("wb")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "lock").open("wb")
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        reason = error.strerror or "it cannot be used"
+        if not directory.is_dir():
+            reason = f"{error.filename}: {reason}"
+        raise ConfigError(
+            f"{directory} cannot be a state directory ({reason}): give another --state, a "
+            "directory that this user may write to or make"
+        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import os
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 from pathlib import Path
@@ -25,6 +24,7 @@ from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from coordinator.audit import Audit
+from coordinator.door import Door
 from coordinator.guard import OPEN, Guard
 from coordinator.keys import Keys
 from coordinator.monitor import Monitor
@@ -184,14 +184,16 @@ async def web_server(
         keepalive_timeout=SILENT_SECONDS,
     )
     await runner.setup()
+    assert runner.server is not None
     try:
-        await _listen(runner, host, port, guard.context)
-        bound = f"{host}:{runner.addresses[0][1]}"
-        (monitor.store.directory / "web-address").write_text(bound, encoding="utf-8")
-        scheme = "http" if guard.context is None else "https"
-        log.info("page on %s://%s/, metrics on %s://%s/metrics", scheme, bound, scheme, bound)
-        async with _renewing(guard):
-            yield pages
+        door = _door(host, port)
+        async with door.open(runner.server, guard.context):
+            bound = f"{host}:{door.port}"
+            (monitor.store.directory / "web-address").write_text(bound, encoding="utf-8")
+            scheme = "http" if guard.context is None else "https"
+            log.info("page on %s://%s/, metrics on %s://%s/metrics", scheme, bound, scheme, bound)
+            async with _renewing(guard):
+                yield pages
     finally:
         await runner.cleanup()
 
@@ -212,11 +214,9 @@ async def _renewing(guard: Guard) -> AsyncIterator[None]:
             await task
 
 
-async def _listen(
-    runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None
-) -> None:
+def _door(host: str, port: int) -> Door:
     try:
-        await web.TCPSite(runner, host, port, reuse_port=False, ssl_context=context).start()
+        return Door(host, port)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +47,7 @@ def prepare(
     from rich.console import Console
     from rich.progress import Progress
 
+    from loco.cpus import usable_cpus
     from loco.errors import ConfigError
     from loco.tokens import BYTES
     from loco.tokens.prepare import Options
@@ -62,7 +62,7 @@ def prepare(
         end_of_text=end_of_text,
         field=field,
         held_out=held_out,
-        jobs=jobs or os.cpu_count() or 1,
+        jobs=jobs or usable_cpus(),
         item_bytes=round(shard_mb * 1e6),
     )
     console = Console(stderr=True)

@@ -42,7 +42,7 @@ def worker(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU threads a rank. Default: cores over local ranks."),
+        typer.Option(min=1, help="CPU threads a rank. Default: usable CPUs over local ranks."),
     ] = None,
     patience: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for a coordinator that is away.")
@@ -112,8 +112,10 @@ def worker(
     """
     # They import pydantic and grpc: too slow for `loco --help`.
     from loco.config import check_site_name
+    from loco.cpus import usable_cpus
     from loco.wire.protocol import split_address
-    from worker.options import Elastic, Options
+    from worker.environment import number_from
+    from worker.options import Elastic, Options, check_metrics, check_rate
 
     elastic = None
     if _tolerates_faults(fault_tolerance):
@@ -128,21 +130,22 @@ def worker(
             shard_backup=shard_backup,
             max_restarts=max_restarts,
         )
-    world = int(os.environ.get("WORLD_SIZE", "0")) if elastic is None else 0
+    world = number_from("WORLD_SIZE", 0) if elastic is None else 0
     if ranks is not None and (ranks < 1 or (world and ranks != world)):
         allowed = f"the {world} ranks of this torchrun job" if world else "at least 1"
         raise ConfigError(f"--ranks {ranks} is not possible: use {allowed}")
-    for flag, mbit in (("--link-mbit", link_mbit), ("--max-mbit", max_mbit)):
-        if mbit is not None and not 0 < mbit < 1e9:
-            raise ConfigError(f"{flag} {mbit} is not possible: use a rate above 0 in Mbit/s")
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks or 1))
+    check_rate("--link-mbit", link_mbit)
+    check_rate("--max-mbit", max_mbit)
+    num_local = number_from("LOCAL_WORLD_SIZE", ranks or 1)
+    if metrics is not None:
+        check_metrics(metrics, insecure=insecure)
     options = Options(
         coordinator=coordinator,
         site=check_site_name(site),
         data=data,
         device=device,
         patience_seconds=patience,
-        threads=threads or max(1, (os.cpu_count() or 1) // num_local),
+        threads=threads or max(1, usable_cpus() // max(1, num_local)),
         metrics=metrics,
         checkpoint=checkpoint,
         checkpoint_every_rounds=checkpoint_every_rounds,
@@ -152,9 +155,8 @@ def worker(
         bundle=bundle,
         insecure=insecure,
     )
-    for address in (metrics, lighthouse):
-        if address is not None:
-            split_address(address)
+    if lighthouse is not None:
+        split_address(lighthouse)
     _start(options, num_local=1 if world else num_local)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loco.errors import ConfigError
 from loco.inner import Scape
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.loop import Worker
@@ -113,7 +114,15 @@ class UsersOptimizer:
         if self._optimizer is None:
             return
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(state_dict["optimizer"])
+        try:
+            self._optimizer.load_state_dict(state_dict["optimizer"])
+        except (ValueError, KeyError) as error:
+            kind = type(self._optimizer).__name__
+            raise ConfigError(
+                f"the optimizer in the site's checkpoint does not fit this {kind} ({error}): give "
+                "an optimizer of the same kind over the same parameters, or another checkpoint "
+                "directory"
+            ) from error
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 

@@ -9,7 +9,6 @@ outer.leave()
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +24,9 @@ from loco.inner.groups import Group
 from loco.metrics import Catalogue, WireMetrics
 from loco.model import bare, check_trainable
 from loco.wire.access import Access
+from worker.environment import number_from
 from worker.guest import Baton, Guest, GuestWorker, Left, Made
-from worker.options import Options
+from worker.options import Options, check_rate
 from worker.session import Session
 from worker.site import Site
 
@@ -63,17 +63,24 @@ def join(
         checkpoint: directory of the site's checkpoints (outer state, parameters, optimizer), which
             all its ranks can reach. With the one of an earlier life the site goes on from there;
             `Outer.data_cursor` says at which of its inner steps.
-        checkpoint_every_rounds: rounds between two checkpoints.
+        checkpoint_every_rounds: rounds between two checkpoints, >= 1.
         bundle: file from `loco certs issue`; needed unless the coordinator is on this machine.
         insecure: allow plaintext beyond this machine.
-        patience_seconds: how long an unreachable coordinator is waited for.
-        link_mbit: rate of the site's link, for dashboards.
+        patience_seconds: how long an unreachable coordinator is waited for, >= 0.
+        link_mbit: rate of the site's link, > 0, for dashboards.
 
     Raises:
         ConfigError: an argument or the model cannot be used; names it.
         RefusedError: the coordinator said no: another model, a site's name in use, ...
         UnreachableError: it did not answer in time.
     """
+    if checkpoint_every_rounds < 1:
+        raise ConfigError(
+            f"checkpoint_every_rounds is {checkpoint_every_rounds}; it must be at least 1"
+        )
+    if not patience_seconds >= 0:
+        raise ConfigError(f"patience_seconds is {patience_seconds}; it must be at least 0")
+    check_rate("link_mbit", link_mbit)
     model = bare(model)
     check_trainable(model)
     group = _group()
@@ -99,9 +106,10 @@ def join(
 
 
 def _group() -> Group:
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    world = number_from("WORLD_SIZE", 1)
+    if not dist.is_initialized() and world > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and torch.distributed is not initialised: "
+            f"WORLD_SIZE is {world} and torch.distributed is not initialised: "
             "call torch.distributed.init_process_group before loco.join"
         )
     return Group()
@@ -173,7 +181,7 @@ class Outer:
         """Tell of an inner step; exchanges when H of them are made. Every rank calls it.
 
         Args:
-            tokens: that this rank trained on in this step, >= 0; a site's weight in the mean.
+            tokens: that this rank trained on in this step, >= 1; a site's weight in the mean.
             loss: mean training loss of the step in nats a token, for the dashboards.
 
         Returns:
@@ -183,8 +191,8 @@ class Outer:
             RefusedError, UnreachableError: the site is out of the run; parameters are as they are.
             NonFiniteError: a parameter or the loss is not finite; nothing of it was sent.
         """
-        if tokens < 0:
-            raise ConfigError(f"tokens is {tokens}; it must be at least 0")
+        if tokens < 1:
+            raise ConfigError(f"tokens is {tokens}; it must be at least 1: the site's weight")
         if self._going:
             self._going = False  # whatever is raised: no further step is wanted
             self._baton.give(Made(tokens=tokens, loss=loss))

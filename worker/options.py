@@ -5,7 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loco.wire.access import Access
+from loco.errors import ConfigError
+from loco.wire.access import Access, is_loopback
+from loco.wire.protocol import split_address
+
+
+def check_rate(name: str, mbit: float | None) -> None:
+    """ConfigError, by the `name` that the user gave, unless it is a rate in Mbit/s or None."""
+    if mbit is not None and not 0 < mbit < 1e9:
+        raise ConfigError(f"{name} {mbit} is not possible: use a rate above 0 in Mbit/s")
+
+
+def check_metrics(address: str, *, insecure: bool) -> None:
+    """ConfigError if the metrics of ranks would leave this machine and nobody has said so.
+
+    They are plaintext also with a bundle, whose certificate cannot serve.
+    """
+    host, port = split_address(address)
+    if not insecure and not is_loopback(host):
+        raise ConfigError(
+            f"--metrics {address} is reached from other machines, and a worker's metrics are in "
+            f"plaintext: use 127.0.0.1:{port} (the coordinator serves what sites report), or say "
+            "--insecure"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from loco.processes import ignore_interrupts
 from loco.wire.protocol import split_address
 from worker.elastic.host import Rules
 from worker.elastic.outer import ReplicatedExchange
+from worker.environment import number_from
 from worker.exchange import Exchange
 from worker.loop import Worker
 from worker.options import Options
@@ -28,7 +29,7 @@ def run_rank(options: Options) -> None:
     torch.set_num_threads(options.threads)
     site = _join(options)
     registry = CollectorRegistry()
-    _serve_metrics(options.metrics, int(os.environ.get("RANK", "0")), registry)
+    _serve_metrics(options.metrics, number_from("RANK", 0), registry)
     wire = WireMetrics(Catalogue(registry))
     session = Session(
         options.coordinator,
@@ -67,7 +68,7 @@ def _join(options: Options) -> Site:
     return ElasticSite(
         pick_device(options.device),
         os.environ["LOCO_LIGHTHOUSE"],
-        slot=int(os.environ["RANK"]),
+        slot=number_from("RANK"),
         rules=Rules(
             target_size=options.elastic.site_ranks,
             start_seconds=START_SECONDS,

@@ -23,6 +23,7 @@ from loco.inner.base import InnerOptimizer
 from loco.inner.groups import Group
 from loco.layout import CHUNK, Layout
 from loco.wire.v1 import coordinator_pb2 as pb
+from worker.environment import number_from
 
 T = TypeVar("T")
 
@@ -53,12 +54,13 @@ class Site:
     def join(cls, device_name: str) -> Site:
         """Form the site from torchrun's environment (RANK, WORLD_SIZE, ...), or a world of one."""
         device = pick_device(device_name)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        world = number_from("WORLD_SIZE", 1)
+        if world > 1:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 init_method=os.environ.get("LOCO_INIT_METHOD", "env://"),
-                rank=int(os.environ["RANK"]),
-                world_size=int(os.environ["WORLD_SIZE"]),
+                rank=number_from("RANK"),
+                world_size=world,
                 timeout=COLLECTIVE_TIMEOUT,
             )
         return cls(device, Group())
@@ -166,7 +168,7 @@ class Site:
 
 def pick_device(name: str) -> torch.device:
     """The device of this rank; ConfigError for one that is not there."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = number_from("LOCAL_RANK", 0)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":

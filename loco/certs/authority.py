@@ -165,6 +165,21 @@ class Authority:
         _write(path, _key_pem(key) + b"".join(pems), private=True)
         return path
 
+    def renew(self, within_days: float) -> list[Path]:
+        """Issue again what ends within so many days, or has ended; the bundles' paths.
+
+        Each name keeps its role, a coordinator its hosts. Whoever's last certificate was revoked
+        gets none.
+        """
+        with self._alone():
+            last = {(entry.role, entry.name): entry for entry in self.issued}
+            before = time.time() + within_days * 86_400
+            return [
+                self._issue(entry.name, entry.role, DAYS, entry.hosts)
+                for entry in last.values()
+                if entry.revoked_at is None and entry.not_after < before
+            ]
+
     def _sign(
         self,
         role: str,

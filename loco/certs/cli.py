@@ -10,6 +10,9 @@ from typing import Annotated
 
 import typer
 
+OPERATOR = "ops"
+"""Whose bundle `init` makes beside those of the sites."""
+
 certs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Directory = Annotated[Path, typer.Option("--dir", help="Directory of the authority.")]
@@ -37,14 +40,17 @@ def init(
     """Make an authority, the coordinator's bundle and an operator's, `ops`."""
     from loco.certs.authority import Authority, check_request
     from loco.certs.identity import COORDINATOR
+    from loco.errors import ConfigError
 
     hosts = host or ["localhost", "127.0.0.1", "::1"]
     check_request(COORDINATOR, role=COORDINATOR, days=days, hosts=hosts)
-    for name in site or ():
+    for name in site or ():  # all of them first: half an authority could not be made again
         check_request(name, role="site", days=days, hosts=())
+        if name == OPERATOR:
+            raise ConfigError(f"--site {name} is not possible: {name!r} is the operator's name")
     authority = Authority.create(directory)
     _say(authority.issue(COORDINATOR, role=COORDINATOR, days=days, hosts=hosts), COORDINATOR)
-    _say(authority.issue("ops", role="operator", days=days), "operator ops")
+    _say(authority.issue(OPERATOR, role="operator", days=days), f"operator {OPERATOR}")
     for name in site or ():
         _say(authority.issue(name, days=days), f"site {name}")
     typer.echo(
@@ -65,6 +71,20 @@ def issue(
 
     path = Authority.open(directory).issue(name, role=role, days=days, hosts=host or ())
     _say(path, role if role == name else f"{role} {name}")
+
+
+@certs_app.command()
+def renew(
+    within_days: Annotated[
+        float, typer.Option(min=0.0, help="Renew what ends within so many days.")
+    ] = 10.0,
+    directory: Directory = Path("certs"),
+) -> None:
+    """Make the bundles anew that end soon, of every name but those revoked; for a daily timer."""
+    from loco.certs.authority import Authority
+
+    for path in Authority.open(directory).renew(within_days):
+        typer.echo(f"renewed {path}")
 
 
 @certs_app.command()

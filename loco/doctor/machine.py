@@ -37,8 +37,15 @@ def _device() -> Finding:
 
     count = torch.cuda.device_count()
     if count:
-        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
-        memory = torch.cuda.get_device_properties(0).total_memory
+        try:
+            names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+            memory = torch.cuda.get_device_properties(0).total_memory
+        except (RuntimeError, AssertionError) as error:  # torch asserts some of its own
+            return fail(
+                "device",
+                f"{count} GPUs are there and cannot be used: {_first_line(error)}",
+                "see nvidia-smi and dmesg; CUDA_VISIBLE_DEVICES leaves a broken one out",
+            )
         return ok("device", f"{count} GPUs ({names}), {human_bytes(memory)} each")
     why = (
         f"torch {torch.__version__} is a build without CUDA"
@@ -75,12 +82,18 @@ def _collectives() -> Iterator[Finding]:
             dist.all_reduce(total)
             dist.destroy_process_group()
         except RuntimeError as error:
-            first = str(error).strip().splitlines()[0]
             yield fail(
-                backend, f"a group of one rank fails: {first}", "see GLOO_SOCKET_IFNAME, NCCL_DEBUG"
+                backend,
+                f"a group of one rank fails: {_first_line(error)}",
+                "see GLOO_SOCKET_IFNAME, NCCL_DEBUG",
             )
         else:
             yield ok(backend, "a group of one rank works")
+
+
+def _first_line(error: Exception) -> str:
+    """torch's messages go on for a page; and some are empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _torchft() -> Finding:

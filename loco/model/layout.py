@@ -95,20 +95,31 @@ def bare(model: nn.Module) -> nn.Module:
         model = inner
 
 
+_REPLICA = (
+    "cannot be exchanged: loco needs a replica on every rank; use DistributedDataParallel, or "
+    "loco.inner.Scape, inside a site"
+)
+
+
 def check_trainable(model: nn.Module) -> None:
     """ConfigError unless all trainable parameters are whole, dense fp32 tensors; names the first.
 
     Sharded ones (DTensor, FSDP) are not supported yet.
     """
+    for name, module in model.named_modules():
+        # By name: its import takes long, and whoever has wrapped a model has made it already.
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped by FullyShardedDataParallel, which {_REPLICA}"
+            )
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameters: nothing can be exchanged")
     for name, p in trainable:
+        if getattr(p, "_is_flat_param", False):  # of FSDP's first version
+            raise ConfigError(f"parameter {name} is a FlatParameter, which {_REPLICA}")
         if hasattr(p, "full_tensor"):
-            raise ConfigError(
-                f"parameter {name} is sharded (DTensor): loco needs a replica on every rank; use "
-                "DistributedDataParallel, or loco.inner.Scape, inside a site"
-            )
+            raise ConfigError(f"parameter {name} is sharded (DTensor), which {_REPLICA}")
         if str(p.dtype) != "torch.float32" or p.layout != _strided():
             raise ConfigError(
                 f"parameter {name} is {p.dtype}, {p.layout}; trainable parameters must be dense "

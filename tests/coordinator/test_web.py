@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.certs import Certs
 from support.play import Play, playing
 from support.runs import config_of, create_store
 
+from coordinator import door
 from coordinator.audit import Audit
 from coordinator.report import write_report
 from coordinator.web import PAGE, Pages, web_server
@@ -58,6 +60,58 @@ def fetch(tmp_path: Path, path: str, **headers: str) -> tuple[int, dict[str, str
             return answer.status, dict(answer.headers), await answer.read()
 
     return serve(tmp_path, look)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_strangers_take_no_more_connections_than_there_are(
+    secured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who say nothing, not even of TLS, count; when they have gone, others are let in."""
+    monkeypatch.setattr(door, "MOST_CONNECTIONS", 5)
+    certs = Certs(tmp_path / "certs") if secured else None
+
+    async def silent(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", port)
+
+    async def hung_up_on(reader: asyncio.StreamReader) -> bool:
+        try:
+            return await asyncio.wait_for(reader.read(1), 0.5) == b""
+        except TimeoutError:
+            return False
+
+    async def healthy(port: int) -> bool:
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(
+                    f"http{'s' if secured else ''}://127.0.0.1:{port}/healthz", ssl=False
+                ) as answer,
+            ):
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def main(play: Play) -> None:
+        # 0.0.0.0: on loopback alone it speaks plaintext
+        keys = None if certs is None else certs.keys()
+        audit = Audit(play.store.directory)
+        async with web_server("0.0.0.0:0", play.monitor, lambda: play.state, audit, keys):
+            address = (play.store.directory / "web-address").read_text()
+            port = int(address.rpartition(":")[2])
+            assert await healthy(port)
+            held = [await silent(port) for _ in range(8)]
+            assert [await hung_up_on(reader) for reader, _ in held] == [False] * 5 + [True] * 3
+            assert not await healthy(port)
+            for _, writer in held:
+                writer.close()
+            for _ in range(100):
+                if await healthy(port):
+                    break
+                await asyncio.sleep(0.05)
+            assert await healthy(port)
+
+    with playing(create_store(tmp_path, config_of(quorum={"min_sites": 1}))) as play:
+        asyncio.run(main(play))
 
 
 def test_status_is_the_document_that_the_monitor_gives(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ import yaml
 from support.cluster import Process, free_port
 from support.live import eventually
 from support.programs import program
+
+from loco.certs.authority import Authority, read_revoked
+from loco.certs.bundle import read_bundle
 
 COMPOSE = Path(__file__).parents[2] / "deploy" / "compose"
 SECONDS = 110.0
@@ -67,7 +71,8 @@ class Machine:
         return process
 
     def make_certificates(self) -> None:
-        (script,) = self.service("certs")["command"]
+        """One start of the service `certs`."""
+        *shell, script = self.service("certs")["entrypoint"]
         bundles = {
             f"/bundles/{name}": str(self.root / f"bundle-{name}")
             for name in ("coordinator", "prometheus", "paris", "oslo")
@@ -76,12 +81,15 @@ class Machine:
         for target, place in bundles.items():
             text = text.replace(target, place)
         text = text.replace("/bundles/$name", f"{self.root}/bundle-$name")
-        text = re.sub(r"install -o \d+", "install", text)
+        text = text.replace(' -o "$4"', "")  # user ids are left alone
         text = text.replace("loco certs", f"{sys.executable} -m loco certs")
-        for _ in range(2):  # the second start finds the authority and keeps it
-            entrypoint = self.service("certs")["entrypoint"]
-            done = subprocess.run([*entrypoint, text], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+        command = [*shell, text, *self.service("certs")["command"]]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def held(self) -> dict[str, bytes]:
+        """What has been handed out."""
+        return {str(p.relative_to(self.root)): p.read_bytes() for p in self.root.glob("bundle-*/*")}
 
     def healthy(self) -> bool:
         _, *command = self.service("coordinator")["healthcheck"]["test"]
@@ -150,6 +158,42 @@ def test_the_services_come_up_secured_and_train(machine: Machine) -> None:
     for site in sites:
         site.interrupt()
         assert site.wait() == 130, site.output
+
+
+def test_bundles_are_renewed_before_they_end_and_revocations_handed_out(machine: Machine) -> None:
+    machine.make_certificates()
+    before = machine.held()
+    assert len(before) == 6
+    machine.make_certificates()  # another start keeps all
+    assert machine.held() == before
+    authority = Authority.open(machine.root / "authority")
+    authority.issue("paris", days=9)
+    machine.make_certificates()
+    changed = {name for name, data in machine.held().items() if data != before[name]}
+    # The list of revoked certificates is signed anew with each certificate.
+    assert changed == {"bundle-paris/bundle.pem", "bundle-coordinator/revoked.pem"}
+    renewed = read_bundle(machine.root / "bundle-paris" / "bundle.pem").identity
+    assert renewed.not_after - time.time() > 29 * 86_400
+    authority.revoke("oslo")
+    machine.make_certificates()
+    (oslo,) = (e for e in Authority.open(authority.directory).issued if e.name == "oslo")
+    revoked = read_revoked(
+        machine.root / "bundle-coordinator" / "revoked.pem", authority.certificate
+    )
+    assert int(oslo.serial, 16) in revoked
+
+
+def test_renewal_is_the_same_script_once_a_day(machine: Machine) -> None:
+    """Its loop, with a day of no length: it hands out until it is ended."""
+    certs, renew = machine.service("certs"), machine.service("renew")
+    assert (certs["command"], renew["command"]) == (["certs"], ["renew"])
+    assert certs["entrypoint"] == renew["entrypoint"]
+    script = renew["entrypoint"][-1]
+    calls = "n=0; sleep() { n=$((n + 1)); echo $1 $n; [ $n -lt 3 ]; }; hand_out() { echo out; }\n"
+    loop = calls + script[script.rindex("\nhand_out\n") :].replace("$$", "$")
+    for name, said in (("certs", "out"), ("renew", "out 86400 1 out 86400 2 out 86400 3")):
+        done = subprocess.run(["sh", "-euc", loop, name], capture_output=True, text=True)
+        assert done.stdout.split() == said.split()
 
 
 def test_grafana_finds_what_is_provisioned() -> None:

@@ -153,6 +153,32 @@ def test_the_unit_of_a_site_lets_it_at_the_gpus_of_every_driver(devices: tuple[s
         assert not any(fnmatchcase(other, pattern) for pattern in allowed), other
 
 
+def test_new_credentials_restart_the_unit_that_holds_copies(tmp_path: Path) -> None:
+    """Compared with: what LoadCredential copies, which systemd does once, at the start."""
+    directory = DEPLOY / "systemd"
+    for unit, watch in (
+        ("loco-coordinator.service", "loco-coordinator-renewed"),
+        ("loco-worker@.service", "loco-worker-renewed@"),
+    ):
+        text, path = (directory / unit).read_text(), (directory / f"{watch}.path").read_text()
+        copied = re.findall(r"^LoadCredential=\S+?:(\S+)$", text, re.M)
+        assert copied
+        assert re.findall(r"^PathChanged=(\S+)$", path, re.M) == copied
+        assert f"\nAlso={watch.replace('@', '@%i')}.path\n" in text
+        (restarted,) = re.findall(
+            r"^ExecStart=systemctl try-restart (\S+)$",
+            (directory / f"{watch}.service").read_text(), re.M,
+        )  # fmt: skip
+        assert restarted.replace("%i", "") == unit
+        copies = []
+        for name in (unit, f"{watch}.path", f"{watch}.service"):
+            copies.append(tmp_path / name.replace("@.", "@paris."))
+            copies[-1].write_text(
+                (directory / name).read_text().replace("/opt/loco/bin/loco", tool("loco"))
+            )
+        assert run(program("systemd-analyze"), "verify", "--man=no", *map(str, copies)) == ""
+
+
 # --- shell ----------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,20 @@ def test_an_address_that_is_none(address: str) -> None:
     refused(*worker(address), code=2, says=("HOST:PORT",))
 
 
+def test_metrics_beyond_this_machine_in_plaintext() -> None:
+    """Sites have no certificate to serve with: what is not loopback must be meant."""
+    for address in ("0.0.0.0:9500", "[::]:9500", "node1:9500"):
+        says = (f"--metrics {address}", "127.0.0.1:9500", "--insecure")
+        refused(*worker(HERE, "--metrics", address), code=2, says=says)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_an_environment_that_is_not_torchruns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("abc", "-1", "2.0", ""):
+        monkeypatch.setenv(name, text)
+        refused(*worker(HERE), code=2, says=(f"{name}={text!r}", "torchrun"))
+
+
 def test_nobody_at_the_address() -> None:
     refused(*worker(HERE, "--patience", "1"), code=4, says=(HERE, "--patience"))
 
@@ -114,6 +128,17 @@ def test_a_config_that_is_missing_or_wrong(tmp_path: Path) -> None:
     config.write_text("[codec\n")
     refused(*coordinator(config, state), code=2, says=("not valid TOML",))
     assert not state.exists()
+
+
+def test_a_state_directory_that_cannot_be_one(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    assert run_loco("init", str(config), "--preset", "tiny").returncode == 0
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    for state in (file, file / "below"):
+        says = (f"{state} cannot be a state directory", "another --state")
+        refused(*coordinator(config, state), code=2, says=says)
+    assert file.read_text() == "mine"
 
 
 def test_export_of_nothing(tmp_path: Path) -> None:

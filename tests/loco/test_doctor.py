@@ -281,3 +281,22 @@ def test_missing_torchft_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
     (found,) = (f for f in check_machine() if f.check == "torchft")
     assert found.state == "warn"
     assert "pip install torchft" in found.remedy or "deploy/docker" in found.remedy
+
+
+def test_a_gpu_that_is_there_and_broken_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts it, and then raises at the first question about it."""
+
+    def broken(_: int) -> str:
+        raise RuntimeError(
+            "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors ..."
+        )
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", broken)
+    findings = {found.check: found for found in check_machine()}
+    assert findings["device"].state == "fail"
+    assert findings["device"].message == (
+        "2 GPUs are there and cannot be used: CUDA error: uncorrectable ECC error encountered"
+    )
+    assert "nvidia-smi" in findings["device"].remedy
+    assert "torchft" in findings  # and the rest is examined

@@ -255,3 +255,37 @@ def test_a_revocation_list_of_another_authority_is_refused(certs: Run) -> None:
     Path("certs/revoked.pem").write_text("rubbish")
     with pytest.raises(ConfigError, match="is not a revocation list"):
         read_revoked(Path("certs/revoked.pem"), own)
+
+
+def test_what_ends_soon_is_renewed_and_nothing_else(certs: Run) -> None:
+    certs("init", "certs", "--host", "c.org", "--site", "a", "--site", "gone")
+    certs("issue", "soon", "--days", "9")
+    certs("issue", "soon-too", "--role", "reader", "--days", "3")
+    certs("revoke", "gone")
+    before = {
+        p.name: p.read_bytes() for p in Path("certs").glob("*.pem") if p.name != "revoked.pem"
+    }
+    code, said, _ = certs("renew", "--within-days", "10")
+    assert code == 0
+    assert said.split("\n")[:-1] == ["renewed certs/soon.pem", "renewed certs/soon-too.pem"]
+    changed = {n for n, data in before.items() if (Path("certs") / n).read_bytes() != data}
+    assert changed == {"soon.pem", "soon-too.pem"}
+    identity = read_bundle(Path("certs/soon-too.pem")).identity
+    assert (identity.role, identity.name) == ("reader", "soon-too")
+    assert identity.not_after - time.time() > 29 * DAY
+    assert certs("renew")[1] == ""  # done already
+    code, said, _ = certs("renew", "--within-days", "31")
+    assert {line.split("/")[-1] for line in said.split()[1::2]} == {
+        "coordinator.pem", "ops.pem", "a.pem", "soon.pem", "soon-too.pem",
+    }  # fmt: skip
+    names = read_bundle(Path("certs/coordinator.pem")).certificate.extensions
+    hosts = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert hosts.get_values_for_type(x509.DNSName) == ["c.org"]
+
+
+def test_a_site_named_as_the_operator_leaves_nothing_half_made(certs: Run) -> None:
+    code, _, said = certs("init", "certs", "--host", "c.org", "--site", "a", "--site", "ops")
+    assert (code, Path("certs").exists()) == (2, False)
+    assert "--site ops" in said
+    assert "operator" in said
+    assert certs("init", "certs", "--host", "c.org", "--site", "a")[0] == 0
