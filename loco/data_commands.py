@@ -52,6 +52,7 @@ def prepare(
     from loco.tokens import BYTES
     from loco.tokens.prepare import Options
     from loco.tokens.prepare import prepare as run
+    from loco.tokens.sources import KINDS, skipped_files
 
     if not 1e-3 <= shard_mb <= 4096:
         raise ConfigError(f"--shard-mb {shard_mb:g} is out of range: 0.001 to 4096")
@@ -69,6 +70,13 @@ def prepare(
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokenising")
         manifest = run(options, lambda done, total: bar.update(task, completed=done, total=total))
+    if skipped := skipped_files(inputs):
+        shown = ", ".join(map(str, skipped[:3])) + (", ..." if len(skipped) > 3 else "")
+        typer.echo(
+            f"skipped {len(skipped)} files that are none of {', '.join(KINDS)}: {shown}; unpack "
+            "what is packed",
+            err=True,
+        )
     for split in ("train", "validation"):
         shards = [shard for shard in manifest.shards if shard.split == split]
         tokens, documents = (

@@ -1,7 +1,8 @@
 """Data sets of the `datasets` library as inputs: `hf:PATH_OR_ID@SPLIT`, streamed while tokenised.
 
-Nothing is downloaded as a whole and nothing is unpacked to disk. Each shard of the data set becomes
-an item; work that was interrupted goes on with the shards that are missing.
+Nothing is downloaded as a whole and nothing is unpacked to disk. Each shard of the data set is an
+item: one process reads it from its beginning to its end, because only who has read it knows where
+it can be cut, and work that was interrupted goes on with the shards that are missing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class StreamPart:
     def source(self) -> str:
         """What the tokens depend on; the library does not tell a revision."""
         return f"{PREFIX}{self.name}@{self.split}, {self.count} shards"
+
+    @property
+    def place(self) -> str:
+        """For errors."""
+        return f"{PREFIX}{self.name}@{self.split}, shard {self.number} of {self.count}"
 
     def documents(self, field: str) -> Iterator[str]:
         """The texts in column `field`; DataError if a row has none."""
@@ -63,6 +69,6 @@ def open_stream(name: str, split: str) -> Any:
         ) from None
     try:
         return datasets.load_dataset(name, split=split, streaming=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of any library below, that of the network among them
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(f"cannot open {PREFIX}{name}@{split}: {first}") from error

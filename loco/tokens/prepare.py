@@ -1,8 +1,9 @@
 """`loco data prepare`: tokenise files in parallel into a directory of token shards.
 
-Each item of text becomes its own shard, written aside and renamed; work that was interrupted at any
-moment goes on with the items that are missing, and ends with the same bytes. Which documents are
-held out for validation is a function of their text, so that copies of one never lie on both sides.
+Each item of text becomes shards of its own, written aside and renamed; work that was interrupted at
+any moment goes on with the items that are missing, and ends with the same bytes; so does finished
+work that lost a shard. Which documents are held out for validation is a function of their text, so
+that copies of one never lie on both sides.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import xxhash
@@ -22,13 +25,24 @@ from pydantic import TypeAdapter
 
 from loco.digest import file_digest
 from loco.errors import ConfigError, DataError, LocoError
-from loco.tokens.prepared import MANIFEST, Manifest, Shard, Split, dump, read_manifest
+from loco.tokens.prepared import (
+    MANIFEST,
+    Manifest,
+    Shard,
+    Split,
+    dump,
+    item_number,
+    read_manifest,
+    shard_file,
+    torn,
+)
 from loco.tokens.shards import BYTES, Array
 from loco.tokens.sources import Item, cut_items
 from loco.tokens.tokenizer import end_of_text, make_encoder, tokenizer_file
 
 WORK = "work.json"  # the manifest of what is being made, without shards
 TOKENIZER = "tokenizer.json"
+MEMORY = "use fewer --jobs, then start again: what is done stays"
 BATCH = 256  # documents tokenised at a time
 HELD_OUT_STEPS = 1_000_000
 _SHARDS = TypeAdapter(list[Shard])
@@ -72,7 +86,7 @@ def prepare(options: Options, progress: Progress) -> Manifest:
         raise DataError(f"the inputs are empty: {', '.join(options.inputs)}")
     wanted = _wanted(options, items)
     if (options.out / MANIFEST).exists():
-        return _finished(options.out, wanted)
+        return _mend(options, wanted, items, progress)
     _begin(options, wanted)
     _make_missing(options, wanted, items, progress)
     return _finish(options.out, wanted, items)
@@ -112,10 +126,32 @@ def _wanted(options: Options, items: list[Item]) -> Manifest:
     )
 
 
-def _finished(out: Path, wanted: Manifest) -> Manifest:
+def _mend(options: Options, wanted: Manifest, items: list[Item], progress: Progress) -> Manifest:
+    """What was finished before; items with a missing or torn shard are made again, bit-equal."""
+    out = options.out
     found = read_manifest(out)
     _refuse_other_work(out, found, wanted)
+    of_item: dict[int, list[Shard]] = {item.number: [] for item in items}
+    for shard in found.shards:
+        of_item[item_number(shard.file)].append(shard)
+    lost = [item for item in items if torn(out, of_item[item.number])]
+    for item in lost:
+        _record(out, item).unlink(missing_ok=True)
+    if lost:
+        _make_missing(options, wanted, lost, progress)
+    for item in items:
+        if (record := _record(out, item)).exists():
+            _refuse_other_tokens(out, item, _shards_in(record), of_item[item.number])
+    _tidy(out, items)
     return found
+
+
+def _refuse_other_tokens(out: Path, item: Item, made: list[Shard], before: list[Shard]) -> None:
+    if made != before:
+        raise DataError(
+            f"the shards of {item.place} are others than {out / MANIFEST} says: what was read, or "
+            "the library of the tokenizer, is no longer the same; prepare into another --out"
+        )
 
 
 def _begin(options: Options, wanted: Manifest) -> None:
@@ -173,30 +209,53 @@ def _in_processes(options: Options, wanted: Manifest, items: list[Item]) -> Iter
                     yield running.pop(future)
         except BrokenProcessPool as error:
             raise LocoError(
-                "a process that tokenised was killed, probably for want of memory: use fewer "
-                "--jobs, then start again: what is done stays"
+                f"a process that tokenised was killed, probably for want of memory: {MEMORY}"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def make_shard(item: Item, out: Path, wanted: Manifest) -> None:
-    """Tokenise one item and write its token files, then the record of them."""
+    """Tokenise one item and write its token files, then the record of them.
+
+    LocoError of any kind whatever goes wrong: another exception may not survive the way to the
+    process that waits, and would not say where it happened.
+    """
+    try:
+        shards = _tokenise(item, out, wanted)
+        with _room(out):
+            _write_aside(_record(out, item), _SHARDS.dump_json(shards))
+    except (LocoError, KeyboardInterrupt, SystemExit):
+        raise
+    except MemoryError as error:
+        raise LocoError(f"no memory for {item.place}: {MEMORY}") from error
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise DataError(
+            f"cannot tokenise {item.place}: {type(error).__name__}: {first}; what is done stays"
+        ) from error
+
+
+def _tokenise(item: Item, out: Path, wanted: Manifest) -> list[Shard]:
     encoder = make_encoder(wanted.tokenizer, wanted.settings["end_of_text"])
     held_out = round(float(wanted.settings["held_out"]) * HELD_OUT_STEPS)
-    writers = {split: _Writer(encoder.vocab_size) for split in ("train", "validation")}
+    item_bytes = int(wanted.settings["item_bytes"])
+    train, validation = (
+        _Writer(out, split, item.number, encoder.vocab_size, item_bytes)
+        for split in get_args(Split)
+    )
     for documents in _batches(item.documents()):
         for text, tokens in zip(documents, encoder.encode(documents), strict=True):
             raw = text.encode()
             kept = xxhash.xxh3_64_intdigest(raw) % HELD_OUT_STEPS >= held_out
-            writers["train" if kept else "validation"].add(tokens, len(raw))
+            (train if kept else validation).add(tokens, len(raw))
+    return [*train.close(), *validation.close()]
+
+
+@contextmanager
+def _room(out: Path) -> Iterator[None]:
     try:
-        shards = [
-            writer.write(out, split, item.number)  # type: ignore[arg-type]
-            for split, writer in writers.items()
-            if writer.num_documents
-        ]
-        _write_aside(_record(out, item), _SHARDS.dump_json(shards))
+        yield
     except OSError as error:
         raise LocoError(
             f"cannot write a shard to {out}: {error}; make room, then start again: what is done "
@@ -205,22 +264,37 @@ def make_shard(item: Item, out: Path, wanted: Manifest) -> None:
 
 
 class _Writer:
-    """Collects the tokens of one split of one item."""
+    """Writes the tokens of one split of an item: a file whenever `item_bytes` of text are there."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self, out: Path, split: Split, item: int, vocab_size: int, item_bytes: int
+    ) -> None:
+        self._out, self._split, self._item, self._item_bytes = out, split, item, item_bytes
         self._dtype = np.min_scalar_type(vocab_size - 1)
+        self._shards: list[Shard] = []
         self._tokens: list[Array] = []
         self._num_bytes = 0
-        self.num_documents = 0
 
     def add(self, tokens: Array, num_bytes: int) -> None:
         self._tokens.append(tokens.astype(self._dtype, copy=False))
         self._num_bytes += num_bytes
-        self.num_documents += 1
+        if self._num_bytes >= self._item_bytes:
+            self._flush()
 
-    def write(self, out: Path, split: Split, number: int) -> Shard:
+    def close(self) -> list[Shard]:
+        """All that was written, in order."""
+        if self._tokens:
+            self._flush()
+        return self._shards
+
+    def _flush(self) -> None:
+        with _room(self._out):
+            self._shards.append(self._write())
+        self._tokens, self._num_bytes = [], 0
+
+    def _write(self) -> Shard:
         tokens = np.concatenate(self._tokens)
-        path = out / f"{split}-{number:05}.npy"
+        path = self._out / shard_file(self._split, self._item, len(self._shards))
         aside = path.with_suffix(".partial")
         with aside.open("wb") as file:
             np.save(file, tokens, allow_pickle=False)
@@ -228,11 +302,11 @@ class _Writer:
             os.fsync(file.fileno())
         aside.replace(path)
         return Shard(
-            split=split,
+            split=self._split,
             file=path.name,
             num_tokens=len(tokens),
             num_bytes=self._num_bytes,
-            num_documents=self.num_documents,
+            num_documents=len(self._tokens),
             digest=file_digest(path).hex(),
         )
 
@@ -251,9 +325,7 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _finish(out: Path, wanted: Manifest, items: list[Item]) -> Manifest:
-    shards = [
-        shard for item in items for shard in _SHARDS.validate_json(_record(out, item).read_bytes())
-    ]
+    shards = [shard for item in items for shard in _shards_in(_record(out, item))]
     if not any(shard.split == "train" for shard in shards):
         raise DataError("the inputs hold no text to train on")
     if float(wanted.settings["held_out"]) and not any(s.split == "validation" for s in shards):
@@ -263,10 +335,19 @@ def _finish(out: Path, wanted: Manifest, items: list[Item]) -> Manifest:
         )
     manifest = wanted.model_copy(update={"shards": shards})
     _write_aside(out / MANIFEST, dump(manifest).encode())
-    for item in items:
-        _record(out, item).unlink()
-    (out / WORK).unlink()
+    _tidy(out, items)
     return manifest
+
+
+def _tidy(out: Path, items: list[Item]) -> None:
+    """Without what only unfinished work needs; it may have ended in the middle of this."""
+    for item in items:
+        _record(out, item).unlink(missing_ok=True)
+    (out / WORK).unlink(missing_ok=True)
+
+
+def _shards_in(record: Path) -> list[Shard]:
+    return _SHARDS.validate_json(record.read_bytes())
 
 
 def _record(out: Path, item: Item) -> Path:

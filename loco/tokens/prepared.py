@@ -1,7 +1,8 @@
 """What `loco data prepare` wrote: sharded token files, and the manifest that lists them.
 
 manifest.json      what it was made from and how, and every shard with its sizes and digest
-train-00000.npy    tokens [num_tokens] uint8, uint16 or uint32: NumPy states dtype and length
+train-00000.npy    tokens [num_tokens] uint8, uint16 or uint32: NumPy states dtype and length;
+train-00000-1.npy  more of the same item of text
 validation-00000.npy
 tokenizer.json     of the tokenizers library; not there where tokens are bytes
 
@@ -77,6 +78,26 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path} is not a manifest of loco data prepare: {error}") from error
 
 
+def shard_file(split: Split, item: int, number: int) -> str:
+    """The name of token file `number` of an item."""
+    return f"{split}-{item:05}" + (f"-{number}" if number else "") + ".npy"
+
+
+def item_number(file: str) -> int:
+    """The item whose tokens a file of that name holds."""
+    return int(file.removesuffix(".npy").split("-")[1])
+
+
+def torn(directory: Path, shards: list[Shard]) -> bool:
+    """Whether one of them is missing or not as long as the manifest says."""
+    try:
+        for shard in shards:
+            _open(directory / shard.file, shard)
+    except DataError:
+        return True
+    return False
+
+
 def load_prepared(directory: Path, split: Split) -> Tokens:
     """The split's tokens, memory-mapped; DataError if a shard is missing or of another length."""
     manifest = read_manifest(directory)
@@ -104,7 +125,10 @@ def check_prepared(directory: Path) -> list[str]:
         try:
             tokens = _open(path, shard)
             if file_digest(path).hex() != shard.digest:
-                faults.append(f"{path} has another digest than the manifest says")
+                faults.append(
+                    f"{path} has another digest than the manifest says: delete it and run loco "
+                    "data prepare again"
+                )
             elif len(tokens) and int(tokens.max()) >= manifest.vocab_size:
                 faults.append(f"{path} holds token {tokens.max()} of {manifest.vocab_size}")
         except DataError as error:
@@ -123,7 +147,7 @@ def _open(path: Path, shard: Shard) -> Array:
     if tokens.shape != (shard.num_tokens,):
         raise DataError(
             f"the token file {path} has {tokens.size} tokens, its manifest says "
-            f"{shard.num_tokens}: delete it and run loco data prepare again"
+            f"{shard.num_tokens}: run loco data prepare again: it makes only what is missing"
         )
     return tokens
 

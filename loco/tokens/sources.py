@@ -1,7 +1,8 @@
-"""Documents, cut in items that are tokenised independently: one item, one shard.
+"""Documents, cut in items that are tokenised independently.
 
     .txt       a document a file; a file larger than 1 MiB is cut at line ends into several
-    .jsonl     a document a line, in one field
+    .jsonl     a document a line, in one field; half a surrogate pair, as in "\\ud83d", is no text
+               and becomes U+FFFD
     .parquet   a document a row, in one column (needs pyarrow)
     hf:NAME    a data set of the `datasets` library (`loco.tokens.hub`)
 
@@ -11,7 +12,8 @@ An item is a pure function of the files' sizes, so that work that was interrupte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from loco.tokens.hub import PREFIX, StreamPart, stream_parts
 
 KINDS = (".txt", ".jsonl", ".parquet")
 DOCUMENT_BYTES = 1 << 20
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,14 @@ class Part:
 
     def documents(self, field: str) -> Iterator[str]:
         """The texts, in order."""
-        return {".txt": _texts, ".jsonl": _lines, ".parquet": _rows}[self.path.suffix](self, field)
+        read = {".txt": _texts, ".jsonl": _lines, ".parquet": _rows}[self.path.suffix.lower()]
+        return read(self, field)
+
+    @property
+    def place(self) -> str:
+        """For errors."""
+        unit = "row groups" if self.path.suffix.lower() == ".parquet" else "bytes"
+        return f"{self.path}, {unit} {self.start} to {self.stop}"
 
     @property
     def source(self) -> str:
@@ -46,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """The parts that become one shard."""
+    """The parts that one process tokenises; their shards are made and lost together."""
 
     number: int
     parts: tuple[Part | StreamPart, ...]
@@ -57,6 +67,12 @@ class Item:
     def size_bytes(self) -> int:
         return sum(part.size_bytes for part in self.parts)
 
+    @property
+    def place(self) -> str:
+        """For errors."""
+        first, last = self.parts[0].place, self.parts[-1].place
+        return first if first == last else f"{first} up to {last}"
+
     def documents(self) -> Iterator[str]:
         """The texts, in order; DataError names file and place of what cannot be read."""
         for part in self.parts:
@@ -65,19 +81,30 @@ class Item:
 
 def cut_items(inputs: list[str], *, field: str, item_bytes: int) -> list[Item]:
     """All of the inputs in items of about `item_bytes`; DataError if one is not there."""
-    items: list[Item] = []
+    parts = (part for text in inputs for part in _parts_of(text, item_bytes))
+    return [
+        Item(number=number, parts=together, field=field)
+        for number, together in enumerate(group_parts(parts, item_bytes))
+    ]
+
+
+def group_parts(
+    parts: Iterable[Part | StreamPart], item_bytes: int
+) -> Iterator[tuple[Part | StreamPart, ...]]:
+    """Successive parts of files, `item_bytes` or more together but for the last; streams alone."""
     waiting: list[Part | StreamPart] = []
-    for part in (part for text in inputs for part in _parts_of(text, item_bytes)):
+    size = 0
+    for part in parts:
         if isinstance(part, StreamPart):
-            items.append(Item(number=len(items), parts=(part,), field=field))
+            yield (part,)
             continue
         waiting.append(part)
-        if sum(p.size_bytes for p in waiting) >= item_bytes:
-            items.append(Item(number=len(items), parts=tuple(waiting), field=field))
-            waiting = []
+        size += part.size_bytes
+        if size >= item_bytes:
+            yield tuple(waiting)
+            waiting, size = [], 0
     if waiting:
-        items.append(Item(number=len(items), parts=tuple(waiting), field=field))
-    return items
+        yield tuple(waiting)
 
 
 def _parts_of(text: str, item_bytes: int) -> Iterator[Part | StreamPart]:
@@ -88,19 +115,35 @@ def _parts_of(text: str, item_bytes: int) -> Iterator[Part | StreamPart]:
         yield from _parts(path, item_bytes)
 
 
+def skipped_files(inputs: list[str]) -> list[Path]:
+    """The files in directories among the inputs that are of no kind that is read."""
+    directories = [Path(text).expanduser() for text in inputs if not text.startswith(PREFIX)]
+    return [
+        path
+        for directory in directories
+        if directory.is_dir()
+        for path in _all_files(directory)
+        if path.suffix.lower() not in KINDS
+    ]
+
+
+def _all_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+
+
 def _files(path: Path) -> list[Path]:
-    """A file, or those of a directory by name."""
+    """A file, or those of a directory by name, of the kinds that are read."""
     if not path.exists():
         raise DataError(f"input {path} does not exist")
-    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    known = [p for p in found if p.suffix in KINDS]
+    found = _all_files(path)
+    known = [p for p in found if p.suffix.lower() in KINDS]
     if not known:
         raise DataError(f"input {path} holds no file of the kinds {', '.join(KINDS)}")
     return known
 
 
 def _parts(path: Path, item_bytes: int) -> Iterator[Part]:
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         yield from _row_groups(path)
         return
     size = path.stat().st_size
@@ -140,7 +183,7 @@ def _lines(part: Part, field: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(_decode(line, part))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{part.path}: the line {_shown(line)} is not JSON: {error}") from error
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):
@@ -149,7 +192,8 @@ def _lines(part: Part, field: str) -> Iterator[str]:
                 f"{part.path}: the line {_shown(line)} has no text in field {field!r} (it has "
                 f"{known}): choose another --field"
             )
-        yield text
+        # json has joined whole pairs; a half comes from an escape only, and UTF-8 cannot hold it.
+        yield _SURROGATES.sub("\ufffd", text) if b"\\u" in line else text
 
 
 def _row_groups(path: Path) -> Iterator[Part]:

@@ -6,6 +6,7 @@ Run alone: pytest tests/loco/tokens/test_prepare.py
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from support.cluster import run_loco
 from support.corpora import DOCUMENTS, HELD_OUT, make_tokenizer, options, write_jsonl
 from tokenizers import Tokenizer
@@ -25,8 +27,8 @@ from loco.data import load_tokens
 from loco.errors import ConfigError, DataError
 from loco.tokens import check_prepared, load_prepared
 from loco.tokens.prepare import prepare
-from loco.tokens.prepared import MANIFEST, Manifest
-from loco.tokens.sources import cut_items
+from loco.tokens.prepared import MANIFEST, Manifest, Shard, dump
+from loco.tokens.sources import Part, cut_items, group_parts
 
 
 def is_held_out(text: str) -> bool:
@@ -237,6 +239,7 @@ def test_cutting_a_file_anywhere_neither_loses_nor_repeats_a_line(
         ("a.jsonl", b'{"text": 5}\n', "no text in field 'text'"),
         ("a.jsonl", b"[1]\n", "no text in field 'text'"),
         ("a.jsonl", b'{"text"\n', "is not JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000, "is not JSON: .*recursion"),
         ("a.txt", b"fine \xff not", "is not UTF-8 near"),
         ("a.parquet", b"PAR1", "is not a parquet file"),
         ("a.txt", b"", "the inputs are empty"),
@@ -247,6 +250,18 @@ def test_what_cannot_be_read_is_named(name: str, content: bytes, said: str, tmp_
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         prepare(options([tmp_path / name], tmp_path / "out"), quiet)
+
+
+def test_what_nobody_thought_of_names_the_item_too(tmp_path: Path) -> None:
+    """A library's own exception, from a page that is damaged: its footer is fine."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pa.table({"text": DOCUMENTS}), path, compression="zstd")
+    raw = bytearray(path.read_bytes())
+    raw[4:200] = bytes(196)
+    path.write_bytes(raw)
+    said = r"cannot tokenise .*a\.parquet, row groups 0 to 1: \w+: .*; what is done stays"
+    with pytest.raises(DataError, match=said):
+        prepare(options([path], tmp_path / "out"), quiet)
 
 
 def test_too_few_documents_to_hold_one_out_are_refused(tmp_path: Path) -> None:
@@ -271,6 +286,114 @@ def test_damage_is_found(tmp_path: Path) -> None:
         load_prepared(out, "train")
     manifest = Manifest.model_validate_json((out / MANIFEST).read_text())
     assert len(manifest.shards) > 3
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_shard_that_was_lost_after_the_end_is_made_again(
+    interrupted: bool, tmp_path: Path
+) -> None:
+    """Bit-equal, and only the items that lost something; also after an end in the middle of it."""
+    source, out = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
+    whole = prepare(options([source], out), quiet)
+    before = files_of(out)
+    first, second, third = sorted(out.glob("train-*.npy"))[:3]
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    third.write_bytes(second.read_bytes())
+    untouched = {path: path.stat().st_mtime_ns for path in sorted(out.glob("train-*.npy"))[3:]}
+
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            prepare(options([source], out), interrupt)
+    assert prepare(options([source], out), quiet) == whole
+    assert files_of(out) == before
+    assert {path: path.stat().st_mtime_ns for path in untouched} == untouched
+
+
+def test_a_shard_that_comes_out_otherwise_than_before_is_refused(tmp_path: Path) -> None:
+    """A data set that changed, or another version of a library: now and when asked again."""
+    source, out = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
+    prepare(options([source], out), quiet)
+    path = out / MANIFEST
+    first = out / "train-00000.npy"
+    found = Manifest.model_validate_json(path.read_text())
+    other = found.shards[0].model_copy(update={"digest": "0" * 32})
+    path.write_text(dump(found.model_copy(update={"shards": [other, *found.shards[1:]]})))
+    first.unlink()
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl, bytes 0 to 3000 are others than"):
+            prepare(options([source], out), quiet)
+
+
+def test_what_an_end_in_the_middle_of_tidying_left_is_removed(tmp_path: Path) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
+    whole = prepare(options([source], out), quiet)
+    before = files_of(out)
+    (out / "work.json").write_text(dump(whole))
+    mine = [shard for shard in whole.shards if "-00001" in shard.file]
+    (out / "item-00001.json").write_bytes(TypeAdapter(list[Shard]).dump_json(mine))
+    assert prepare(options([source], out), quiet) == whole
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "file"])
+def test_half_a_surrogate_pair_becomes_the_replacement_character(
+    tokenizer: str, tmp_path: Path
+) -> None:
+    """JSON can hold it, UTF-8 and text cannot. Whole pairs are characters."""
+    make_tokenizer(tmp_path / "file")
+    flags = {"tokenizer": tokenizer if tokenizer == "bytes" else str(tmp_path / "file")}
+    for name, text in (("a", r"ab \ud83d \ude00\ud83d\ude00\\ud83d"), ("b", "ab � �😀\\\\ud83d")):
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text(f'{{"text": "{text}"}}\n', encoding="utf-8")
+        prepare(options([source], tmp_path / f"out-{name}", **flags, held_out=0.0), quiet)
+    ours, theirs = (load_prepared(tmp_path / f"out-{name}", "train") for name in "ab")
+    assert ours.tobytes() == theirs.tobytes()
+    assert ours.num_bytes == len("ab � �😀\\ud83d".encode())
+
+
+def test_more_text_than_a_shard_holds_becomes_several(tmp_path: Path) -> None:
+    """One row group is one item, as a shard of a streamed data set is; memory stays that of one."""
+    table = pa.table({"text": DOCUMENTS})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=len(DOCUMENTS))
+    out = tmp_path / "out"
+    manifest = prepare(options([tmp_path / "a.parquet"], out), quiet)
+    train = [shard for shard in manifest.shards if shard.split == "train"]
+    assert [shard.file for shard in train[:2]] == ["train-00000.npy", "train-00000-1.npy"]
+    longest = max(len(d.encode()) for d in DOCUMENTS)
+    assert all(3000 <= shard.num_bytes < 3000 + longest for shard in train[:-1])
+    assert load_prepared(out, "train").tobytes() == expected(DOCUMENTS, held_out=False)
+    before = files_of(out)
+    (out / "train-00000-1.npy").unlink()
+    assert prepare(options([tmp_path / "a.parquet"], out), quiet) == manifest
+    assert files_of(out) == before
+
+
+def test_many_small_files_are_grouped_in_linear_time(tmp_path: Path) -> None:
+    """A sum over all that waits would take half a minute here."""
+    parts = [Part(path=tmp_path / "a.txt", start=0, stop=1, size_bytes=1)] * 30_000
+    before = time.process_time()
+    groups = list(group_parts(parts, 20_000))
+    assert time.process_time() - before < 2
+    assert [len(group) for group in groups] == [20_000, 10_000]
+
+
+def test_other_files_in_a_directory_are_named_and_capitals_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.TXT", "b.jsonl.gz", "c.zst", "d.txt"):
+        (tmp_path / "in" / name).write_text(f"text of {name}")
+    done = run_loco(
+        "data", "prepare", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--held-out", "0"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train: 30 tokens of 2 documents" in done.stdout
+    assert "skipped 2 files that are none of .txt, .jsonl, .parquet: " in done.stderr
+    assert "b.jsonl.gz" in done.stderr
+    assert "c.zst" in done.stderr
 
 
 def test_the_commands(tmp_path: Path) -> None:
