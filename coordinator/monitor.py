@@ -386,6 +386,7 @@ class Monitor:
             (sites.failed_commits, "failed_commits", beat.membership.failed_commits),
             (sites.healed_bytes, "healed_bytes", beat.membership.healed_bytes),
             (sites.skipped_steps, "skipped_steps", beat.totals.skipped_steps),
+            (sites.failed_checkpoints, "failed_checkpoints", beat.totals.failed_checkpoints),
             (sites.inner_steps, "inner_steps", told.inner_steps),
             (sites.non_finite, "non_finite", beat.non_finite),
         ):

@@ -6,6 +6,7 @@
     |- RefusedError               exit 3   the coordinator said no; carries its reason
     |- UnreachableError           exit 4   the coordinator did not answer within the patience
     |- NonFiniteError             exit 5   NaN or infinity in loss, gradient or pseudo-gradient
+    |- CheckpointError            exit 1   a checkpoint of a site could not be written
     `- PayloadError               exit 1   malformed bytes; carries a reason from a closed list
 
 The message of an error states the thing, the value, what is allowed and the way out. The command
@@ -59,6 +60,10 @@ class NonFiniteError(LocoError):
     """NaN or infinity where training needs a finite number; names the tensor or the step."""
 
     exit_code = EXIT_NON_FINITE
+
+
+class CheckpointError(LocoError):
+    """A checkpoint of a site could not be written; the ones before it are as they were."""
 
 
 class PayloadError(LocoError, ValueError):

@@ -279,6 +279,12 @@ class SiteMetrics:
             "Inner steps that the site skipped because a gradient was not finite.",
             "site",
         )
+        self.failed_checkpoints = counter(
+            "loco_failed_checkpoints_total",
+            "Checkpoints that the site could not write: it goes on, and would come back from an "
+            "older one.",
+            "site",
+        )
 
     def _link_and_failures(self, catalogue: Catalogue) -> None:
         gauge, counter = catalogue.gauge, catalogue.counter

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 
 from loco.digest import file_digest
-from loco.errors import LocoError
+from loco.errors import CheckpointError, ConfigError, LocoError
 from loco.layout import CHUNK
 from worker.exchange import OuterState
 from worker.site import Site
@@ -84,6 +84,19 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, site: Site, *, run_id: str, name: str) -> None:
+        """ConfigError for a directory that cannot be written to: later it would only be logged."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the directory of checkpoints {directory}: {error.strerror}; give one "
+                "that every rank of the site can write to"
+            ) from error
+        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"the directory of checkpoints {directory} cannot be written to; give one that "
+                "every rank of the site can"
+            )
         self._directory = directory
         self._site = site
         self._run_id = run_id
@@ -99,7 +112,11 @@ class Checkpoints:
         rows: range,
         num_rows: int,
     ) -> None:
-        """Every rank calls it, at the same position, with its own state and rows."""
+        """Every rank calls it, at the same position, with its own state and rows.
+
+        Raises:
+            CheckpointError: it could not be written, on all ranks alike; nothing of it is left.
+        """
         structure, parts = pack_structure(optimizer)
         mine = json.dumps([rows.start, structure]).encode()
         ranks = [json.loads(packed) for packed in self._site.gather_bytes(mine)]
@@ -115,11 +132,16 @@ class Checkpoints:
             optimizers=[structure for _, structure in ranks],
         )
         aside = self._directory / f"round-{position.round:08d}.partial"
-        self._site.from_leader(lambda: _make_empty(aside))
         tensors = {f"{kind}/{rows.start}": getattr(state, kind) for kind in KINDS}
         tensors |= {f"optimizer/{self._site.rank}/{i}": t for i, t in enumerate(parts)}
-        self._site.together(lambda: _save(tensors, aside / _folder(self._site.rank)))
-        self._site.from_leader(lambda: self._finish(aside, manifest))
+        try:
+            self._site.from_leader(lambda: _make_empty(aside))
+            self._site.together(lambda: _save(tensors, aside / _folder(self._site.rank)))
+            self._site.from_leader(lambda: self._finish(aside, manifest))
+        except CheckpointError:
+            if self._site.leads:  # or the room that it takes would be missing the next time, too
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
 
     def _finish(self, aside: Path, manifest: Manifest) -> bytes:
         """Give what all ranks have written its name, and remove what is older.
@@ -128,13 +150,13 @@ class Checkpoints:
         """
         try:
             self._publish(aside, manifest)
+            for old in sorted(self._directory.glob("round-????????"))[:-KEEP]:
+                _remove(old)
+            for given_up in self._directory.glob("round-????????.partial"):
+                if given_up.name < aside.name:  # a rank died while it was written
+                    _remove(given_up)
         except OSError as error:
-            raise LocoError(f"cannot finish the checkpoint {aside}: {error}") from error
-        for old in sorted(self._directory.glob("round-????????"))[:-KEEP]:
-            _remove(old)
-        for given_up in self._directory.glob("round-????????.partial"):
-            if given_up.name < aside.name:  # a rank died while it was written
-                _remove(given_up)
+            raise CheckpointError(f"cannot finish the checkpoint {aside}: {error}") from error
         return b""
 
     def _publish(self, aside: Path, manifest: Manifest) -> None:
@@ -211,7 +233,7 @@ def _save(tensors: dict[str, Tensor], directory: Path) -> None:
     except CheckpointException as wrapped:  # it wraps whatever happens, Ctrl+C too
         error = next(iter(wrapped.failures.values()))[0]
         if isinstance(error, OSError):
-            raise LocoError(f"cannot write the checkpoint {directory}: {error}") from error
+            raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
         raise error from wrapped
 
 
@@ -242,7 +264,8 @@ def _remove(directory: Path) -> None:
 
 
 def _sync_all(directory: Path) -> None:
-    for path in (*directory.iterdir(), directory):
+    """All files and directories in it, and itself."""
+    for path in (*directory.rglob("*"), directory):
         _sync(path)
 
 
@@ -256,7 +279,10 @@ def _sync(path: Path) -> None:
 
 def _make_empty(directory: Path) -> bytes:
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the checkpoint {directory}: {error}") from error
     return b""
 
 

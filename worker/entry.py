@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 
 from loco.config import Config
-from loco.errors import LocoError, RefusedError
+from loco.errors import CheckpointError, LocoError, RefusedError
 from loco.inner import reshard
 from loco.layout import Layout
 from loco.log import log_fields
@@ -71,7 +71,8 @@ class Entry(ABC):
         directory = self._options.checkpoint
         if directory is None:
             return None
-        return Checkpoints(directory, self._site, run_id=run_id, name=self._options.site)
+        name, site = self._options.site, self._site
+        return site.together(lambda: Checkpoints(directory, site, run_id=run_id, name=name))
 
     def _enter(self) -> pb.WaitRoundResponse:
         """Join with the state of the newest checkpoint, or from the coordinator's snapshot.
@@ -89,7 +90,10 @@ class Entry(ABC):
             mine = reshard(optimizers, rank=self._site.rank, size=self._site.num_ranks)
             self._trainer.optimizer.load_state_dict(mine)
             if joined.keep_state:
-                log.info("going on from the checkpoint of round %d", saved.round)
+                life = self._session.caller.incarnation
+                log.info(
+                    "going on from the checkpoint of round %d, as incarnation %d", saved.round, life
+                )
                 self._site.transition(lambda: self._restore(saved, state))
                 return self._next_directive()
             log.warning("the checkpoint of round %d is too old: its EF is dropped", saved.round)
@@ -109,6 +113,16 @@ class Entry(ABC):
         self._report_theta(saved.theta_digest)
 
     def _save_checkpoint(self) -> None:
+        """On a full disk the site goes on: it needs the checkpoint only if it dies, too."""
+        try:
+            self._write_checkpoint()
+        except CheckpointError as error:
+            if self._site.leads:
+                log.error("the checkpoints before it stay, the site goes on: %s", error)
+            with self._pulse.edit() as beat:
+                beat.totals.failed_checkpoints += 1
+
+    def _write_checkpoint(self) -> None:
         assert self._checkpoints is not None
         nats = self._trainer.local_nats()
         rows = self._layout.shard(self._site.rank, self._site.num_ranks)
@@ -207,13 +221,23 @@ class Entry(ABC):
 
     def _start_from(self, theta: bytes, round_: int, digest: str) -> None:
         self._exchange.load(theta, round_)
+        self._go_on_from_theta()
+        self._report_theta(digest)
+
+    def _drop_unsent(self, data_cursor: int) -> None:
+        """EF and progress are, at least in part, in an update already: to send neither again."""
+        self._exchange.drop_unsent()
+        self._go_on_from_theta()
+        self._trainer.data_cursor = max(self._trainer.data_cursor, data_cursor)
+
+    def _go_on_from_theta(self) -> None:
+        """Nothing of what this site did before is in its parameters."""
         self._trainer.drop_local_steps()
         self._at.pending = None
         self._at.goal = (-1, 0)
         self._at.in_flight = False
         self._at.repeats = False
         self._exchange.write_parameters()
-        self._report_theta(digest)
 
     def _report_theta(self, expected: str) -> None:
         """Tell the coordinator, which answers a wrong theta with RESYNC."""

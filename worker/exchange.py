@@ -153,9 +153,13 @@ class Exchange:
     def load(self, data: bytes, round_: int) -> None:
         """Take theta of this rank's rows from a snapshot; what EF held belongs to another theta."""
         self._set_theta(np.frombuffer(data, "<f4"))
+        self.drop_unsent()
+        self.round = round_
+
+    def drop_unsent(self) -> None:
+        """Empty EF; the replica is the caller's matter."""
         self._ef[:] = 0
         self._sent = None
-        self.round = round_
 
     def state(self, rows: range) -> OuterState:
         """The state of some of this rank's rows between two rounds; theta and EF are shared."""

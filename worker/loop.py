@@ -122,7 +122,7 @@ class Worker(Entry):
 
     def _contribute(self, plan: pb.RoundPlan) -> None:
         """What is left of H inner steps, then this rank's shard; asked again, the same shard."""
-        self._at.plan = plan
+        self._at.plan, self._at.repeats = plan, False
         if self._config.inner.sync_every_seconds is not None:
             self._choose_steps(plan, self._config.inner.sync_every_seconds)
         self._evaluate_if_due()
@@ -308,12 +308,17 @@ class Worker(Entry):
 
     def _step_meanwhile(self, away: bool) -> bool:
         """One inner step during an exchange, or because nobody answers; False: no more."""
-        total = self._steps_left(self._at.plan) + self._trainer.local_steps
-        more = away and self._at.plan.inner_steps and total < self._config.inner.max_local_steps
-        if not more and self._delay_left() == 0:
+        if not (away and self._may_go_ahead()) and self._delay_left() == 0:
             return False
         self._train_ahead(1)
         return True
+
+    def _may_go_ahead(self) -> bool:
+        """Whether inner steps may come before their round; not before what is to be repeated."""
+        if self._at.repeats or not self._at.plan.inner_steps:
+            return False
+        total = self._steps_left(self._at.plan) + self._trainer.local_steps
+        return total < self._config.inner.max_local_steps
 
     def _delay_left(self) -> int:
         """Inner steps still to make before the update of the exchange in flight is applied.
@@ -396,19 +401,25 @@ class Worker(Entry):
     def _repeat(self, plan: pb.RoundPlan, data_cursor: int) -> None:
         """An earlier life of this site contributed to this round: do what it did, send nothing.
 
-        EF, inner optimizer and data then go on as in a life without the accident; in every bit, if
-        the ranks are as many as they were.
+        EF, inner optimizer and data then go on as in a life without the accident. Where steps in
+        between never came to be included, they are lost with that life, and what it sent cannot be
+        made again; but the largest values of the EF that this life has were in it.
         """
-        # Steps in between that never came to be included are lost with that life: no repeating.
-        if self._at.goal[0] != self._exchange.round:
-            self._at.repeats &= self._trainer.data_cursor + self._steps_left(plan) == data_cursor
-        if self._at.repeats:
-            log.info(
-                "repeating the contribution of an earlier life to round %d", self._exchange.round
+        round_ = self._exchange.round
+        measured_from = self._trainer.data_cursor - self._trainer.local_steps
+        self._at.repeats &= measured_from + plan.site_steps == data_cursor
+        if not self._at.repeats:
+            log.warning(
+                "the contribution of an earlier life to round %d cannot be made again: error "
+                "feedback and %d inner steps are dropped, as where a snapshot replaces theta",
+                round_,
+                self._trainer.local_steps,
             )
-            self._at.plan = plan
-            self._prepare(plan)
-        self._trainer.data_cursor = max(self._trainer.data_cursor, data_cursor)
+            self._site.transition(lambda: self._drop_unsent(data_cursor))
+            return
+        log.info("repeating the contribution of an earlier life to round %d", round_)
+        self._at.plan, self._at.goal = plan, (round_, plan.site_steps)
+        self._prepare(plan)
 
     def _say_fate(self, included: bool) -> None:
         """One line a round: what became of the contribution, and theta after it."""

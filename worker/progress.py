@@ -50,7 +50,8 @@ class Progress:
     in_flight: bool = False
     """A contribution was captured, and the update that answers it is not applied yet."""
     repeats: bool = False
-    """All state is that of an earlier life of this site, which may have gone on from here."""
+    """All state is that of an earlier life of this site, which may have gone on from here: until a
+    snapshot replaces it, or this life is told to train for a round."""
     heartbeat_seconds: float = 0.0
     waited_before: float = 0.0
     """Seconds that this rank had waited when the contribution in flight was encoded."""

@@ -113,7 +113,7 @@ def _learning() -> list[Panel]:
             unit="percentunit",
         ),
         lines(
-            "Rounds missed, mismatches, non-finite",
+            "Rounds missed, mismatches, non-finite, checkpoints",
             "Increase over an hour.",
             (
                 (f"increase(loco_site_rounds_missed_total{{{SITES}}}[1h])", "{{site}} missed"),
@@ -122,6 +122,10 @@ def _learning() -> list[Panel]:
                 (
                     f"increase(loco_skipped_steps_total{{{SITES}}}[1h])",
                     "{{site}} skipped steps",
+                ),
+                (
+                    f"increase(loco_failed_checkpoints_total{{{SITES}}}[1h])",
+                    "{{site}} checkpoints not written",
                 ),
             ),
             unit="none",

@@ -36,7 +36,15 @@ from .elastic import ElasticSite
 from .kinds import KINDS, SHARES, plan, split
 from .processes import Raw, SiteProcess, Sites, World
 from .runs import exact_run, quorum_run, torchft_run
-from .verdict import Account, account, digests_of, first_difference, read_log, wrong_digests
+from .verdict import (
+    Account,
+    account,
+    counted_twice,
+    digests_of,
+    first_difference,
+    read_log,
+    wrong_digests,
+)
 
 DISK_MEGABYTES = 128
 SITES: dict[str, Sites] = {
@@ -137,6 +145,7 @@ def settle_books(world: World, outcome: Outcome) -> None:
     outcome.compared, wrong = wrong_digests(events, told)
     outcome.failures += [f"theta differs: {where}" for where in wrong]
     outcome.failures += [f"lost: {where}" for where in outcome.account.lost]
+    outcome.failures += counted_twice(events)
     outcome.failures += check_state(world.coordinator.state).faults
     for site in world.sites.values():
         if isinstance(site, ElasticSite):

@@ -15,7 +15,7 @@ _FATE = re.compile(
     r"round (\d+): contribution (included|not included, kept in error feedback|none); "
     r"theta is now ([0-9a-f]+)"
 )
-_RESUMED = re.compile(r"going on from the checkpoint of round (\d+)")
+_RESUMED = re.compile(r"going on from the checkpoint of round (\d+), as incarnation (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,21 @@ class Settled:
     theta: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A site's line about a checkpoint that it goes on from."""
+
+    incarnation: int
+    """Of the life that goes on."""
+    round: int
+
+
 @dataclass
 class Told:
     """What a site has logged, in order."""
 
     settled: list[Settled] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
-    """Rounds of the checkpoints that later lives went on from."""
+    resumed: list[Resumed] = field(default_factory=list)
 
 
 def read_log(messages: Iterable[str]) -> Told:
@@ -45,7 +53,7 @@ def read_log(messages: Iterable[str]) -> Told:
             kept = found[2].startswith("not included")
             told.settled.append(Settled(round=int(found[1]), kept=kept, theta=found[3]))
         elif found := _RESUMED.match(message):
-            told.resumed.append(int(found[1]))
+            told.resumed.append(Resumed(incarnation=int(found[2]), round=int(found[1])))
     return told
 
 
@@ -77,7 +85,11 @@ def account(events: Sequence[Event], told: dict[str, Told]) -> Account:
         if isinstance(event, ShardStored) and event.round in digests:
             lives[event.site, event.round].add(event.incarnation)
     included = {key for key in lives if key[0] in closed[key[1]]}
-    kept = {key for key in lives.keys() - included if _is_kept(*key, told[key[0]])}
+    kept = {
+        (site, round_)
+        for site, round_ in lives.keys() - included
+        if _is_kept(round_, max(lives[site, round_]), told[site])
+    }
     return Account(
         rounds=len(digests),
         accepted=len(lives),
@@ -87,10 +99,29 @@ def account(events: Sequence[Event], told: dict[str, Told]) -> Account:
     )
 
 
-def _is_kept(_site: str, round_: int, told: Told) -> bool:
-    """The site said so, or a later life of it went on from before that round."""
+def _is_kept(round_: int, life: int, told: Told) -> bool:
+    """The site said so, or a life after the one that pushed went on from before that round."""
     said = any(line.round == round_ and line.kept for line in told.settled)
-    return said or any(resumed <= round_ for resumed in told.resumed)
+    return said or any(r.incarnation > life and r.round <= round_ for r in told.resumed)
+
+
+def counted_twice(events: Iterable[Event]) -> list[str]:
+    """Included contributions with inner steps that an earlier one of the same site had, too."""
+    last: dict[str, ShardStored] = {}
+    behind: dict[str, int] = defaultdict(int)
+    found = []
+    for event in events:
+        if isinstance(event, ShardStored):
+            last[event.site] = event
+        elif isinstance(event, RoundClosed):
+            for site in event.included:
+                begin = last[site].data_cursor - last[site].inner_steps
+                if begin < behind[site]:
+                    found.append(
+                        f"round {event.round} counts steps {begin}-{behind[site]} of {site} again"
+                    )
+                behind[site] = last[site].data_cursor
+    return found
 
 
 def wrong_digests(events: Sequence[Event], told: dict[str, Told]) -> tuple[int, list[str]]:

@@ -7,69 +7,33 @@ pytest tests/integration/test_rejoin.py
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from chaos.lives import Killed, Life, at
 from chaos.numpy_site import NumpySite, SiteThread
-from chaos.runs import exact_run
-from support.live import Coordinator, coordinating, eventually
+from support.live import Coordinator, eventually
+from support.one_site import (
+    IMPATIENT,
+    ROUNDS,
+    H,
+    config_of_run,
+    create,
+    digests,
+    events_of,
+    let_others_make_rounds,
+    run_of,
+    stored,
+    watch_feedback,
+)
 
-from coordinator.events import RoundCommitted, RoundOpened, ShardStored
+from coordinator.events import RoundOpened
 from coordinator.store import Store
-from loco.config import Config
 from loco.control import control
 from loco.errors import RefusedError, UnreachableError
-from loco.model import build_model, layout_of, pack
-
-ROUNDS = 7
-H = 2
-IMPATIENT = {  # rounds close without a site that is away
-    "min_sites": 1,
-    "grace_seconds": 0.1,
-    "heartbeat_seconds": 0.5,
-    "dead_after_seconds": 1.0,
-}
-
-
-def config_of_run(**changes: dict[str, Any]) -> Config:
-    """One site is enough for a round; the snapshot of round 4 is the newest one for long."""
-    raw = exact_run(seed=5, rounds=ROUNDS)
-    raw["quorum"]["min_sites"] = 1
-    raw["state"] = {"snapshot_every_rounds": 4, "keep_updates": 10}
-    for section, keys in changes.items():
-        raw[section] |= keys
-    return Config.model_validate(raw)
-
-
-def create(directory: Path, config: Config) -> Store:
-    model = build_model(config.model, seed=config.run.seed)
-    layout = layout_of(model)
-    return Store.create(
-        directory, run_id="rejoin", config=config, layout=layout, theta=pack(model, layout)
-    )
-
-
-@contextlib.contextmanager
-def run_of(directory: Path, config: Config) -> Iterator[Coordinator]:
-    with coordinating(create(directory / "state", config)) as coordinator:
-        yield coordinator
-
-
-def digests(coordinator: Coordinator) -> dict[int, str]:
-    events = (event for _, event in coordinator.store.journal.replay(after=0))
-    return {e.round: e.theta_digest for e in events if isinstance(e, RoundCommitted)}
-
-
-def stored(coordinator: Coordinator) -> list[ShardStored]:
-    events = (event for _, event in coordinator.store.journal.replay(after=0))
-    return [e for e in events if isinstance(e, ShardStored)]
 
 
 @pytest.fixture(scope="module")
@@ -186,16 +150,6 @@ def test_a_checkpoint_too_old_for_the_updates_keeps_the_data_and_drops_the_ef(
         assert mine == [H, 2 * H, 3 * H]
 
 
-def let_others_make_rounds(coordinator: Coordinator, *, until_round: int) -> None:
-    """Oslo alone takes the run there, and leaves."""
-    oslo = NumpySite(coordinator.address, "oslo", coordinator.store.layout)
-    oslo.join()
-    while coordinator.state.round < until_round or oslo.round < until_round:
-        oslo.follow()
-    oslo.session.leave("enough")
-    oslo.close()
-
-
 # --- without one ---------------------------------------------------------------------------------
 
 
@@ -224,8 +178,11 @@ def test_a_new_site_begins_at_its_first_sample_with_theta_checked(tmp_path: Path
         let_others_make_rounds(coordinator, until_round=5)
         paris = Life(coordinator.address, "paris")
         paris.finishes()
-        events = [event for _, event in coordinator.store.journal.replay(after=0)]
-        opened = [e for e in events if isinstance(e, RoundOpened) and "paris" in e.expected]
+        opened = [
+            e
+            for e in events_of(coordinator)
+            if isinstance(e, RoundOpened) and "paris" in e.expected
+        ]
         assert min(e.round for e in opened) == 5
         mine = [s for s in stored(coordinator) if s.site == "paris"]
         assert [(s.round, s.data_cursor) for s in mine] == [(5, H), (6, 2 * H)]
@@ -246,49 +203,70 @@ def test_a_new_site_begins_at_its_first_sample_with_theta_checked(tmp_path: Path
     ],
 )
 def test_a_site_that_was_away(
-    rounds_away: int, keep_updates: int, keeps_ef: bool, tmp_path: Path
+    rounds_away: int,
+    keep_updates: int,
+    keeps_ef: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """EF stays with the theta that updates lead on; where a snapshot replaces theta, it goes."""
     changes = {
         "run": {"rounds": rounds_away + 2},
         "state": {"snapshot_every_rounds": 2, "keep_updates": keep_updates},
     }
+    began_with = watch_feedback(monkeypatch)
+    left = {}
     with run_of(tmp_path, config_of_run(**changes, quorum=IMPATIENT)) as coordinator:
-        layout = coordinator.store.layout
-        paris = NumpySite(coordinator.address, "paris", layout)
-        paris.join()
-        paris.follow()  # trains round 0
-        paris.follow()  # applies its update
-        assert paris.round == 1
-        ef = paris.ef.copy()
-        assert np.count_nonzero(ef)
-        paris.pulse.stop()
+
+        def stay_away(what: str, round_: int) -> bool:
+            if (what, round_) == ("before push", 0):  # or the first update says how to go on
+                control(coordinator.address, "pause", None)
+            if (what, round_) == ("holds", 1):
+                left[1] = paris.worker._exchange._ef.copy()
+                eventually(lambda: "oslo" in coordinator.state.ready, "oslo is there")
+                control(coordinator.address, "resume", None)
+                gone = 1 + rounds_away
+                eventually(lambda: coordinator.state.round >= gone, "they are made", seconds=600)
+            return what == "before push" and round_ > 0
+
+        paris = Life(coordinator.address, "paris", is_over=stay_away)
+        eventually(lambda: left, "paris has applied the first update")
         let_others_make_rounds(coordinator, until_round=1 + rounds_away)
-        while paris.round < coordinator.state.round:
-            paris.follow()
-        assert paris.digest == coordinator.state.theta_digest
-        if keeps_ef:
-            np.testing.assert_array_equal(paris.ef, ef)
-        else:
-            assert np.count_nonzero(paris.ef) == 0
-        paris.close()
+        assert isinstance(paris.ends(seconds=300), Killed)
+        first_round, *own = began_with
+        assert first_round == 0
+        assert own == [coordinator.state.round]
+        assert np.count_nonzero(left[1])
+        wanted = left[1] if keeps_ef else np.zeros_like(left[1])
+        np.testing.assert_array_equal(began_with[own[0]], wanted)
 
 
 def test_what_the_real_worker_contributed_too_late_stays_in_its_ef(tmp_path: Path) -> None:
-    """Rounds close while its push is held up: nothing of its steps is lost, none comes twice."""
+    """Rounds close while its push is held up: nothing of its steps is lost, none comes twice.
+
+    It is its first contribution, so EF was zero and must be theta - params in every bit.
+    """
     config = config_of_run(quorum=IMPATIENT, run={"rounds": 100_000})
     with run_of(tmp_path, config) as coordinator:
         oslo = SiteThread(NumpySite(coordinator.address, "oslo", coordinator.store.layout))
         held_up: list[int] = []
+        feedback = {}
 
         def hold_up(what: str, round_: int) -> bool:
+            exchange = paris.worker._exchange
             if what == "before push" and not held_up:
                 held_up.append(round_)
+                feedback["wanted"] = exchange._theta - exchange._anchor
+                feedback["without v"] = exchange._ef.copy()
                 eventually(lambda: coordinator.state.round > round_ + 2, "three rounds closed")
+            if what == "holds" and held_up and round_ == held_up[0] + 1:
+                feedback["kept"] = exchange._ef.copy()
             return what == "before pull" and bool(held_up) and round_ > held_up[0] + 10
 
         paris = Life(coordinator.address, "paris", is_over=hold_up)
         assert isinstance(paris.ends(), Killed)
+        np.testing.assert_array_equal(feedback["kept"], feedback["wanted"])
+        assert (feedback["wanted"] != feedback["without v"]).sum() > 1000
         mine = [s for s in stored(coordinator) if s.site == "paris"]
         assert held_up[0] not in [s.round for s in mine]
         # Steps were never contributed twice, and those of the round held up were made, too.

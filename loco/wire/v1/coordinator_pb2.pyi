@@ -659,6 +659,7 @@ class SiteTotals(_message.Message):
     UP_BYTES_FIELD_NUMBER: _builtins.int
     DOWN_SECONDS_FIELD_NUMBER: _builtins.int
     DOWN_BYTES_FIELD_NUMBER: _builtins.int
+    FAILED_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     retries: _builtins.int
     """Calls that were tried again because the coordinator did not answer."""
     resumed_bytes: _builtins.int
@@ -675,6 +676,8 @@ class SiteTotals(_message.Message):
     """Seconds in which it was fetching updates and snapshots by calls of their own, and the bytes."""
     down_bytes: _builtins.int
     """See there."""
+    failed_checkpoints: _builtins.int
+    """Checkpoints that could not be written; the ones before them stay."""
     def __init__(
         self,
         *,
@@ -686,10 +689,11 @@ class SiteTotals(_message.Message):
         up_bytes: _builtins.int = ...,
         down_seconds: _builtins.float = ...,
         down_bytes: _builtins.int = ...,
+        failed_checkpoints: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["down_bytes", b"down_bytes", "down_seconds", b"down_seconds", "in_site_bytes", b"in_site_bytes", "resumed_bytes", b"resumed_bytes", "retries", b"retries", "skipped_steps", b"skipped_steps", "up_bytes", b"up_bytes", "up_seconds", b"up_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down_bytes", b"down_bytes", "down_seconds", b"down_seconds", "failed_checkpoints", b"failed_checkpoints", "in_site_bytes", b"in_site_bytes", "resumed_bytes", b"resumed_bytes", "retries", b"retries", "skipped_steps", b"skipped_steps", "up_bytes", b"up_bytes", "up_seconds", b"up_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
