@@ -407,14 +407,14 @@ class Worker(Entry):
         """
         round_ = self._exchange.round
         measured_from = self._trainer.data_cursor - self._trainer.local_steps
-        self._at.repeats &= measured_from + plan.site_steps == data_cursor
-        if not self._at.repeats:
-            log.warning(
-                "the contribution of an earlier life to round %d cannot be made again: error "
-                "feedback and %d inner steps are dropped, as where a snapshot replaces theta",
-                round_,
-                self._trainer.local_steps,
-            )
+        if not self._at.repeats or measured_from + plan.site_steps != data_cursor:
+            if self._at.repeats:  # and if not, nothing is left to be dropped
+                log.warning(
+                    "the contribution of an earlier life to round %d cannot be made again: error "
+                    "feedback and %d inner steps are dropped, as where a snapshot replaces theta",
+                    round_,
+                    self._trainer.local_steps,
+                )
             self._site.transition(lambda: self._drop_unsent(data_cursor))
             return
         log.info("repeating the contribution of an earlier life to round %d", round_)

@@ -14,6 +14,9 @@ from chaos.__main__ import SITES, disturb
 from chaos.kinds import KINDS, SHARES, plan, split
 from chaos.runs import torchft_run
 from chaos.steps import Step, disagreements, phases
+from chaos.verdict import account, counted_twice, read_log
+
+from coordinator.events import Event, RoundClosed, RoundCommitted, ShardStored
 
 
 @pytest.mark.slow
@@ -57,3 +60,49 @@ def test_a_rank_with_other_parameters_and_a_step_left_out_are_found() -> None:
     assert len(found) == 2
     assert "parameters differ at step 3" in found[0]
     assert found[1] == "step 4 was left out"
+
+
+def pushed(incarnation: int, round_: int, data_cursor: int, *, inner_steps: int = 2) -> ShardStored:
+    return ShardStored(
+        site="paris",
+        incarnation=incarnation,
+        round=round_,
+        fragment=0,
+        shard=0,
+        num_shards=1,
+        size_bytes=1,
+        digest="",
+        tokens=1,
+        inner_steps=inner_steps,
+        data_cursor=data_cursor,
+    )
+
+
+def committed(round_: int, *included: str) -> list[Event]:
+    closed = RoundClosed(round=round_, included=included, missing=())
+    return [
+        closed,
+        RoundCommitted(round=round_, update_digest="", update_bytes=1, theta_digest="ab" * 16),
+    ]
+
+
+def test_only_a_later_life_from_before_the_round_excuses_a_contribution_that_is_gone() -> None:
+    """Resumed at round 10 by life 2: what life 1 pushed there, and not what life 2 pushed to 50."""
+    lines = ["going on from the checkpoint of round 10, as incarnation 2"]
+    events = [pushed(1, 10, 20), *committed(10), pushed(2, 50, 100), *committed(50)]
+    books = account(events, {"paris": read_log(lines)})
+    assert (books.accepted, books.kept, books.lost) == (2, 1, [("paris", 50)])
+    lines.append("going on from the checkpoint of round 51, as incarnation 3")
+    assert account(events, {"paris": read_log(lines)}).lost == [("paris", 50)]
+    lines.append("going on from the checkpoint of round 50, as incarnation 4")
+    assert account(events, {"paris": read_log(lines)}).lost == []
+    said = f"round 50: contribution not included, kept in error feedback; theta is now {'ab' * 8}"
+    assert account(events, {"paris": read_log([lines[0], said])}).lost == []
+
+
+def test_steps_in_two_contributions_that_were_included_are_found() -> None:
+    calm = [pushed(1, 0, 2), *committed(0, "paris"), pushed(1, 1, 4), *committed(1)]
+    again = [pushed(2, 1, 4), *committed(1, "paris")]  # not included before, so it may come again
+    assert counted_twice([*calm, *again]) == []
+    more = [pushed(2, 2, 8, inner_steps=5), *committed(2, "paris")]
+    assert counted_twice([*calm, *again, *more]) == ["round 2 counts steps 3-4 of paris again"]

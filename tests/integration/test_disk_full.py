@@ -1,6 +1,7 @@
 """A full disk: refused with the reason, nothing lost, and on again when there is room.
 
-Compared with: theta of the same run on a disk with room. Needs root, for a small file system of its
+The coordinator's disk, and that of a site's checkpoints. Compared with: theta of the same run on a
+disk with room. Needs root, for a small file system of its
 own. Run alone: pytest tests/integration/test_disk_full.py
 """
 
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from chaos.lives import Killed, Life
 from chaos.numpy_site import NumpySite, SiteThread
 from support.cluster import run_loco
 from support.live import Coordinator, coordinating, eventually
+from support.one_site import config_of_run, run_of
 from support.runs import config_of, create_store
 
 from coordinator.check import check_state
@@ -138,3 +141,28 @@ def write_too_much(path: Path) -> None:
     with write_aside(path) as file:
         file.write(bytes(5000))
         file.write(bytes(100_000))
+
+
+def test_a_site_goes_on_while_its_checkpoints_disk_is_full(disk: Path, tmp_path: Path) -> None:
+    """It fills up in round 2, the site dies in round 5 and comes back from round 2."""
+    with run_of(tmp_path / "alone", config_of_run()) as coordinator:
+        Life(coordinator.address, "paris").finishes()
+        wanted = digests(coordinator)
+    with run_of(tmp_path, config_of_run()) as coordinator, contextlib.ExitStack() as filled:
+
+        def fill_up_and_die(what: str, round_: int) -> bool:
+            if (what, round_) == ("before push", 2):
+                filled.enter_context(full(disk))
+            return (what, round_) == ("before push", 5)
+
+        first = Life(
+            coordinator.address, "paris", checkpoint=disk / "site", is_over=fill_up_and_die
+        )
+        assert isinstance(first.ends(), Killed)
+        left = ["round-00000001", "round-00000002"]
+        assert sorted(path.name for path in (disk / "site").iterdir()) == left
+        Life(coordinator.address, "paris", checkpoint=disk / "site").finishes()
+        assert digests(coordinator) == wanted
+        assert sorted(path.name for path in (disk / "site").iterdir()) == left
+        failed = "loco_failed_checkpoints_total"
+        eventually(lambda: coordinator.metric(failed, site="paris") >= 5, "it is counted")

@@ -249,6 +249,7 @@ def test_what_the_real_worker_contributed_too_late_stays_in_its_ef(tmp_path: Pat
     config = config_of_run(quorum=IMPATIENT, run={"rounds": 100_000})
     with run_of(tmp_path, config) as coordinator:
         oslo = SiteThread(NumpySite(coordinator.address, "oslo", coordinator.store.layout))
+        eventually(lambda: coordinator.state.round > 0, "oslo makes rounds")
         held_up: list[int] = []
         feedback = {}
 
