@@ -7,6 +7,7 @@ PACKAGES := prometheus chromium chromium-driver fonts-dejavu-core iproute2 nftab
 	shellcheck systemd slurmctld slurmd slurm-client munge
 GENERATED := loco/wire/v1
 PROTO := proto/loco/wire/v1/coordinator.proto
+MEMBERS := docs/results/torchft_members_cpu_$(shell date +%F).jsonl
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
@@ -78,7 +79,8 @@ bench-torchft: $(READY) ## what membership costs a step, and what a rank that jo
 	$(BIN)/python -m benchmarks.torchft_heal --json
 
 evidence-torchft: $(READY) ## 500 steps with members 1 -> 2 -> 3 -> 2 -> 3, every bit; 18 faults of ranks (20 minutes)
-	LOCO_MEMBER_STEPS=500 $(BIN)/python -m pytest tests/worker/elastic/test_members.py -k 1_2_3_2_3
+	rm -f $(MEMBERS)
+	LOCO_MEMBER_STEPS=500 LOCO_MEMBER_RECORD=$(MEMBERS) $(BIN)/python -m pytest tests/worker/elastic/test_members.py -k 1_2_3_2_3
 	$(BIN)/python -m tests.chaos --runs torchft --faults 18 --seed 1 --json
 
 chaos: $(READY) ## real processes, 200 faults, and what became of the run (root; 30-60 minutes)

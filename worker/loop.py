@@ -131,7 +131,7 @@ class Worker(Entry):
             if self._site.leads:
                 self._session.ask_ahead(self._exchange.round, self._at.theta_digest)
             try:
-                self._meanwhile.do(lambda: self._push(contribution))
+                self._meanwhile.do(lambda: self._push(contribution), lets_in=True)
             except MembersChanged:
                 self._session.forget_directive()
                 raise
@@ -440,7 +440,7 @@ class Worker(Entry):
         size, ranks = directive.update_bytes, self._site.num_ranks
         rank, round_ = self._site.rank, self._exchange.round
         span = range(rank * size // ranks, (rank + 1) * size // ranks)
-        part = self._meanwhile.do(lambda: self._session.pull(round_, span))
+        part = self._meanwhile.do(lambda: self._session.pull(round_, span), lets_in=True)
         return b"".join(self._site.gather_bytes(part))
 
     def _evaluate_if_due(self) -> None:
@@ -461,7 +461,7 @@ class Worker(Entry):
             return answer.SerializeToString()
 
         with self._pulse.phase(pb.SITE_PHASE_WAIT):
-            answer = self._meanwhile.do(ask)
+            answer = self._meanwhile.do(ask, lets_in=True)
             return pb.WaitRoundResponse.FromString(self._site.gather_bytes(answer)[0])
 
 

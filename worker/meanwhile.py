@@ -35,16 +35,23 @@ class Meanwhile:
         self.waited_seconds = 0.0
         """Time in which this rank could do nothing but wait, since the start."""
 
-    def do(self, work: Callable[[], T]) -> T:
-        """The result of `work`; an error of any rank is raised by all ranks alike."""
+    def do(self, work: Callable[[], T], *, lets_in: bool = False) -> T:
+        """The result of `work`; an error of any rank is raised by all ranks alike.
+
+        Args:
+            lets_in: ranks that have come back need not wait for its end: MembersChanged then.
+        """
         future = self._thread.submit(work)
         pending, away = self._vote(future)
         while pending:
-            if not self._step(away):
+            stepped = self._step(away)
+            if not stepped:
                 started = time.monotonic()
                 wait([future], VOTE_SECONDS)
                 self.waited_seconds += time.monotonic() - started
             pending, away = self._vote(future)
+            if pending and lets_in and not stepped:
+                self._site.begin()
         return self._site.together(future.result)
 
     def _vote(self, future: Future[T]) -> tuple[bool, bool]:

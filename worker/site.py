@@ -88,7 +88,7 @@ class Site:
         return pb.Membership()
 
     def begin(self) -> None:
-        """A step begins; its members must be those of the last one."""
+        """A step begins, or a turn of waiting for the network, with the members of the last one."""
 
     def commit_step(
         self, optimizer: InnerOptimizer, staged: Any, count: Callable[[], None]

@@ -9,12 +9,13 @@ incarnation, which must stay the first.
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.cluster import Cluster, Process, loco
+from support.cluster import Cluster, Process, loco, run_loco
 
 pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -90,6 +91,27 @@ def test_all_die_at_once_and_the_site_resumes_from_its_checkpoint(tmp_path: Path
         status = run.finish(site)
     assert "going on from the checkpoint of round" in site.output
     check(status, rounds, incarnation=2)
+
+
+def test_two_of_three_die_while_the_run_is_paused_and_are_back_before_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    """The survivor makes no step then; once those who came back entered the run in its place."""
+    rounds = 30
+    with cluster(tmp_path, rounds) as run:
+        run.coordinator()
+        site = start(run)
+        run.reaches(3)
+        assert run_loco("control", run.address, "pause").returncode == 0
+        time.sleep(3.0)  # longer than a round: the site waits
+        for slot in (0, 2):
+            ranks_of(site)[slot].kill()
+        site.says("going on as rank 0 of 1\n")
+        site.says("going on as rank 2 of 1, ")
+        assert run.status()["round"] < rounds
+        assert run_loco("control", run.address, "resume").returncode == 0
+        status = run.finish(site)
+    check(status, rounds)
 
 
 def test_ctrl_c_ends_all_ranks_and_the_site_says_goodbye(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from chaos.steps import Step, disagreements, phases, read, tell
@@ -32,10 +34,12 @@ from loco.model import layout_of, pack
 from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.elastic.host import Rules
+from worker.elastic.lighthouse import JOIN_TIMEOUT_SECONDS
 from worker.elastic.lighthouse import command as lighthouse_command
 from worker.elastic.outer import ReplicatedExchange
 from worker.elastic.replica import WorkerReplica
 from worker.elastic.site import ElasticSite
+from worker.meanwhile import Meanwhile
 from worker.progress import Progress
 from worker.pulse import Pulse
 from worker.session import Session
@@ -59,6 +63,12 @@ class Plan:
     heal_seconds: float = 60.0
     step_seconds: float = 0.0
     """Slept in each step, so that a test has time to act in the middle of a run."""
+    wait_at: int | None = None
+    """After so many steps all wait until FOLDER/over is there."""
+    waits_for: Literal["network", "step"] = "network"
+    """As for a coordinator that is away, or in a step that takes long and asks nobody."""
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """Of the lighthouse."""
 
 
 # --- one rank -----------------------------------------------------------------------------------
@@ -87,16 +97,37 @@ def main(folder: Path, slot: int, gate: Path) -> None:
     wire = WireMetrics(Catalogue(CollectorRegistry()))
     session = Session("127.0.0.1:1", "paris", 1.0, wire, Access())
     (folder / f"{gate.name}.prepared").touch()
-    while not gate.exists():
-        time.sleep(0.01)
-    replica = WorkerReplica(trainer, exchange, Progress(), session, Pulse())
+    until(gate)
+    pulse = Pulse()
+    replica = WorkerReplica(trainer, exchange, Progress(), session, pulse)
+    meanwhile = Meanwhile(site, session, pulse, lambda _away: False)
+
+    def wait() -> None:
+        if plan.waits_for == "network":
+            meanwhile.do(lambda: until(folder / "over"), lets_in=True)
+        else:
+            until(folder / "over")
+
     with (folder / f"rank-{slot}.jsonl").open("a") as lines:
-        _train(plan, site, trainer, replica, lines)
+        _train(plan, site, trainer, replica, wait, lines)
     torch.save(trainer.model.state_dict(), folder / f"parameters-{slot}")
     site.close()
 
 
-def _train(plan: Plan, site: ElasticSite, trainer: Trainer, replica: Any, lines: Any) -> None:
+def until(file: Path) -> None:
+    """Wait until a test has made a file."""
+    while not file.exists():
+        time.sleep(0.01)
+
+
+def _train(
+    plan: Plan,
+    site: ElasticSite,
+    trainer: Trainer,
+    replica: Any,
+    wait: Callable[[], None],
+    lines: Any,
+) -> None:
     rounds = pb.RoundPlan(first_step=0, total_steps=plan.steps)
     site.meet(replica)
     told = trainer.data_cursor
@@ -104,6 +135,8 @@ def _train(plan: Plan, site: ElasticSite, trainer: Trainer, replica: Any, lines:
         try:
             if not site.has_state:
                 site.transition(lambda: None)
+            if trainer.data_cursor == plan.wait_at:
+                wait()
             time.sleep(plan.step_seconds)
             trainer.train(1, rounds)
         except MembersChanged:
@@ -141,8 +174,10 @@ class Members:
                 process.wait()
 
     def start_lighthouse(self) -> None:
+        plan = self.plan
         self.lighthouse = self._spawn(
-            "lighthouse", lighthouse_command(self.plan.lighthouse, RANK_TIMEOUT)
+            "lighthouse",
+            lighthouse_command(plan.lighthouse, RANK_TIMEOUT, plan.join_timeout_seconds),
         )
 
     def kill_lighthouse(self) -> None:
@@ -205,6 +240,17 @@ class Members:
 
     def signal(self, slot: int, number: signal.Signals) -> None:
         self.ranks[slot].send_signal(number)
+
+    def end_wait(self) -> None:
+        """What all wait for after `wait_at` steps is over."""
+        (self.folder / "over").touch()
+
+    def says(self, text: str, seconds: float = FIRST_STEP_SECONDS) -> None:
+        """Wait until a rank has logged what this regular expression finds."""
+        try:
+            eventually(lambda: re.search(text, self.log), f"a rank says {text!r}", seconds)
+        except AssertionError as late:
+            raise AssertionError(f"{late}\n{self.log}") from None
 
     # --- what they did --------------------------------------------------------------------------
 

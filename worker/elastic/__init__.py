@@ -6,6 +6,7 @@
     quorum    asks the lighthouse, through torchft's manager, who is there
     meeting   how those who are there agree on one state: a pure decision
     host      the meeting place, and the member's other answers: ping, alarm, state
+    newcomer  a rank without state waits for those who have one, and begins nothing beside them
     wire      frames and tensors over a socket, with digests
     group     collectives that notice a lost member
     site      ElasticSite: the life of one member

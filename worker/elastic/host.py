@@ -171,7 +171,8 @@ class _Meeting:
 class Host:
     """A member's server; every connection has a thread.
 
-    `source`, `beside` and `on_alarm` are set by the member; without a source no state is given.
+    `source`, `beside`, `has_state` and `on_alarm` are set by the member; without a source no state
+    is given.
     """
 
     def __init__(self, interface: str, rules: Rules) -> None:
@@ -184,6 +185,8 @@ class Host:
         """What can be fetched while this member trains."""
         self.is_busy = False
         """It trains, and comes to no meeting before its step is over."""
+        self.has_state: Callable[[], bool] = lambda: False
+        """Whether it has what others could go on from."""
         self.on_alarm: Callable[[str, str], None] = lambda _name, _why: None
         self._server = _Server((interface, 0), self._talk)
         self.address = f"{interface}:{self._server.server_address[1]}"
@@ -199,7 +202,7 @@ class Host:
             message = receive_frame(peer)
             match message["kind"]:
                 case "ping":
-                    send_frame(peer, {"busy": self.is_busy})
+                    send_frame(peer, {"busy": self.is_busy, "state": self.has_state()})
                 case "alarm":
                     self.on_alarm(message["group"], message["why"])
                     send_frame(peer, {})
@@ -288,16 +291,17 @@ def listens(member: Member) -> bool:
 
 def answers(member: Member, seconds: float) -> bool:
     """Whether the member answers a ping."""
-    return _ping(member, seconds) is not None
+    return says_of_itself(member, seconds) is not None
 
 
 def is_busy(member: Member, seconds: float) -> bool:
     """Whether the member is in a step; one that does not answer is not."""
-    answer = _ping(member, seconds)
+    answer = says_of_itself(member, seconds)
     return answer is not None and answer["busy"]
 
 
-def _ping(member: Member, seconds: float) -> dict[str, Any] | None:
+def says_of_itself(member: Member, seconds: float) -> dict[str, Any] | None:
+    """Whether it is `busy` in a group, and has a `state`; None: it does not answer."""
     try:
         with dial(member, seconds) as connection:
             send_frame(connection, {"kind": "ping"})

@@ -18,13 +18,16 @@ from loco.processes import die_with_parent
 from worker.elastic.quorum import MISSING, is_installed
 
 TICK_MS = 20
-JOIN_TIMEOUT_MS = 60_000  # how long it lets those who ask wait for one who lives and does not ask
+JOIN_TIMEOUT_SECONDS = 60.0
 
 
-def command(address: str, rank_timeout_seconds: float) -> list[str]:
+def command(
+    address: str, rank_timeout_seconds: float, join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+) -> list[str]:
     """The command line that starts it."""
-    module = [sys.executable, "-m", "worker.elastic.lighthouse"]
-    return [*module, "--bind", address, "--rank-timeout", str(rank_timeout_seconds)]
+    module = [sys.executable, "-m", "worker.elastic.lighthouse", "--bind", address]
+    timeouts = [str(rank_timeout_seconds), "--join-timeout", str(join_timeout_seconds)]
+    return [*module, "--rank-timeout", *timeouts]
 
 
 def main() -> int:
@@ -33,6 +36,12 @@ def main() -> int:
     parser.add_argument("--bind", required=True, metavar="HOST:PORT")
     parser.add_argument(
         "--rank-timeout", type=float, default=5.0, help="seconds without a heartbeat"
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=float,
+        default=JOIN_TIMEOUT_SECONDS,
+        help="seconds that it lets those who ask wait for one who lives and does not ask",
     )
     arguments = parser.parse_args()
     if not is_installed():
@@ -44,13 +53,16 @@ def main() -> int:
     die_with_parent()
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    server = LighthouseServer(
-        bind=arguments.bind,
-        min_replicas=1,
-        join_timeout_ms=JOIN_TIMEOUT_MS,
-        quorum_tick_ms=TICK_MS,
-        heartbeat_timeout_ms=round(1000 * arguments.rank_timeout),
-    )
+    try:
+        server = LighthouseServer(
+            bind=arguments.bind,
+            min_replicas=1,
+            join_timeout_ms=round(1000 * arguments.join_timeout),
+            quorum_tick_ms=TICK_MS,
+            heartbeat_timeout_ms=round(1000 * arguments.rank_timeout),
+        )
+    except RuntimeError as error:
+        parser.error(f"cannot listen on {arguments.bind}: {error}; give another --bind")
     signal.sigwait(signals)
     server.shutdown()
     return EXIT_DONE

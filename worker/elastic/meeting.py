@@ -43,7 +43,7 @@ class Hello:
     staged: Standing | None
     """Where it would stand after the change that it has staged."""
     waiting_seconds: float
-    """How long it has waited for a site."""
+    """How long it has waited for a site, at a lighthouse that has not died meanwhile."""
     prepared: bool
     """It has what can be fetched while the others train."""
 

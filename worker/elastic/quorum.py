@@ -11,8 +11,10 @@ counts is the set of members, and the name that they give themselves when they m
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import logging
+import re
 import secrets
 import select
 import socket
@@ -34,6 +36,7 @@ ASK_SECONDS = 120.0  # one call; more than the lighthouse lets anyone wait (JOIN
 LOOK_SECONDS = 0.2  # between two looks at whether the lighthouse still lives
 AGAIN_SECONDS = 0.1
 SAY_SECONDS = 5.0
+_REPLICA_ID = re.compile(r"\d{6}@[^\s<>\"#/]+#[0-9a-f]{8}")  # as `Member.id` writes it
 MISSING = (
     "torchft is not installed here (it has no wheel for aarch64 or Python 3.14; see "
     "docs/torchft.md to build it)"
@@ -111,6 +114,7 @@ class Lighthouse:
         self._failures = 0
         self._version = 0
         self._call: Future[Quorum] | None = None
+        self._dialled = 0.0
 
     def ask(self, version: int, *, anew: bool) -> Quorum:
         """Everyone who asks now; blocks until all living members do.
@@ -211,7 +215,35 @@ class Lighthouse:
             )
             self._client = ManagerClient(self._server.address(), connect_timeout=limit)
             dialled.pop_all()
+        self._dialled = time.monotonic()
         self._line = line  # last: what is not dialled yet cannot be hung up
+
+    @property
+    def known_seconds(self) -> float:
+        """How long this life of the lighthouse has known this member; 0 while it is away."""
+        return 0.0 if self._line is None else time.monotonic() - self._dialled
+
+    def everyone(self) -> list[Member]:
+        """All of whom the lighthouse has had a heartbeat in this life, dead ones too, sorted.
+
+        A quorum leaves out who lives and does not ask. torchft has no call for this; but the page
+        of its lighthouse names them.
+
+        Raises:
+            OSError: the page did not come, or does not name this member, who is there.
+        """
+        line = http.client.HTTPConnection(*split_address(self._address), timeout=CONNECT_SECONDS)
+        try:
+            line.request("GET", "/status")
+            page = line.getresponse().read().decode(errors="replace")
+        except http.client.HTTPException as error:
+            raise OSError(f"the lighthouse's page did not come: {error}") from error
+        finally:
+            line.close()
+        found = sorted({Member.of(id_) for id_ in _REPLICA_ID.findall(page)})
+        if self._me not in found:
+            raise OSError("the lighthouse's page /status does not name this rank")
+        return found
 
     def _is_broken(self) -> bool:
         """Whether the lighthouse of the call that waits has died."""

@@ -35,11 +35,11 @@ from worker.elastic.host import (
     Verdict,
     answers,
     dial,
-    is_busy,
     listens,
     raise_alarm,
 )
 from worker.elastic.meeting import Hello, Plan, Standing
+from worker.elastic.newcomer import check_that_nobody_has_a_state, wait_for_steps
 from worker.elastic.quorum import Lighthouse, Member, Quorum
 from worker.elastic.watch import Watch
 from worker.elastic.wire import WireError, receive_frame, send_frame
@@ -76,6 +76,7 @@ class ElasticSite(Site):
         self._shard_backup = shard_backup
         self._host = Host(interface, rules)
         self._host.on_alarm = self._alarmed
+        self._host.has_state = lambda: self.has_state
         self._store = TCPStore(interface, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{interface}:{self._store.port}"
         self.me = Member.new(slot, self._host.address)
@@ -119,6 +120,7 @@ class ElasticSite(Site):
 
         Who is there is asked beside the step and counts for the next one: all members have asked
         together in this step, so all learn the same. The loss of a member does not wait for it.
+        A turn of waiting for the network is a step, too.
         """
         group = self._elastic_group
         if group.lost:
@@ -216,7 +218,8 @@ class ElasticSite(Site):
         while True:
             try:
                 quorum = self._with_the_living(self._next_quorum(anew=anew))
-                self._wait_for_steps(quorum)
+                if self._standing is None:
+                    wait_for_steps(quorum.members, self._rank_timeout_seconds)
                 self._attend(quorum, replica, time.monotonic() - started)
             except (MembersChanged, OSError, WireError) as why:
                 anew = True
@@ -277,12 +280,6 @@ class ElasticSite(Site):
             quorum = self._count(lambda: self._lighthouse.ask(self._version, anew=False))
         return quorum
 
-    def _wait_for_steps(self, quorum: Quorum) -> None:
-        """Who has been training hears of a new member when the step is over."""
-        if self._standing is None:
-            while any(is_busy(m, self._rank_timeout_seconds) for m in quorum.members):
-                time.sleep(AGAIN_SECONDS)
-
     def _look_on(self, quorum: Quorum, source: Member, replica: Replica) -> None:
         """Fetch what can be fetched while the others train; to meet again when it is here.
 
@@ -307,6 +304,10 @@ class ElasticSite(Site):
                 if "plan" not in answer:
                     raise MembersChanged(answer["verdict"]["again"])
                 plan = TypeAdapter(Plan).validate_python(answer["plan"])
+                if plan.begins:
+                    check_that_nobody_has_a_state(
+                        self._lighthouse, quorum, self._rank_timeout_seconds
+                    )
                 if self.me.id in plan.later:
                     host.close()
                     self._look_on(quorum, Member.of(plan.later[self.me.id]), replica)
@@ -327,7 +328,7 @@ class ElasticSite(Site):
             store=self._store_address,
             now=self._standing,
             staged=None if self._staged is None else self._staged[1],
-            waiting_seconds=waiting_seconds,
+            waiting_seconds=min(waiting_seconds, self._lighthouse.known_seconds),
             prepared=self._healing is not None and self._healing.prepared,
         )
         ids = [member.id for member in quorum.members]

@@ -31,6 +31,7 @@ POLL_SECONDS = 0.05
 PAUSE_SECONDS = 0.5  # before the first restart; doubles, up to a minute
 MAX_PAUSE_SECONDS = 60.0
 END_SECONDS = 10.0  # between the ends of ranks that end together
+LIGHTHOUSE_PAUSE_SECONDS = 5.0  # between two starts of it; one that lived longer is back at once
 CALM_SECONDS = 600.0  # a rank that lived so long begins its restarts anew
 
 
@@ -59,6 +60,7 @@ class _Supervisor:
         self._elastic = options.elastic
         self._address = options.elastic.lighthouse or f"127.0.0.1:{free_port()}"
         self._lighthouse: subprocess.Popen[bytes] | None = None
+        self._lighthouse_started = 0.0
         self._ranks: list[_Rank] = []
         self._finished: float | None = None
 
@@ -127,11 +129,14 @@ class _Supervisor:
         """The site's own lighthouse, unless its address was given."""
         if self._elastic.lighthouse:
             return
-        if self._lighthouse is not None and self._lighthouse.poll() is None:
-            return
         if self._lighthouse is not None:
+            if self._lighthouse.poll() is None:
+                return
+            if time.monotonic() - self._lighthouse_started < LIGHTHOUSE_PAUSE_SECONDS:
+                return  # it cannot live, perhaps because its port was taken
             log.warning("the lighthouse died (%d): starting it again", self._lighthouse.returncode)
         command = lighthouse_command(self._address, self._elastic.rank_timeout_seconds)
+        self._lighthouse_started = time.monotonic()
         self._lighthouse = spawn(command, {"RUST_LOG": os.environ.get("RUST_LOG", "error")})
 
     def _spawn(self, slot: int) -> subprocess.Popen[bytes]:

@@ -8,6 +8,7 @@ what must hold: no step twice, none left out, one hash a step on all ranks, boun
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -175,7 +176,10 @@ def test_a_lighthouse_that_dies_and_forgets_makes_no_wrong_average(
 def test_members_1_2_3_2_3_and_every_bit_is_that_of_calm_runs(
     tmp_path: Path, corpus: Path, inner: dict[str, Any]
 ) -> None:
-    """LOCO_MEMBER_STEPS=500 makes the evidence of docs/results/torchft_cpu_2026-11-30.md."""
+    """LOCO_MEMBER_STEPS=500 makes the evidence of docs/results/torchft_cpu_2026-11-30.md.
+
+    A line of JSON is added to the file LOCO_MEMBER_RECORD, if one is named.
+    """
     steps = int(os.environ.get("LOCO_MEMBER_STEPS", "150"))
     plan = plan_of(tmp_path / "site", config(**inner), corpus=corpus, steps=steps, ranks=3,
                    shard_backup=True, step_seconds=0.03)  # fmt: skip
@@ -197,4 +201,15 @@ def test_members_1_2_3_2_3_and_every_bit_is_that_of_calm_runs(
     sizes = [(len(members), count) for members, count in phases]
     assert [size for size, _ in sizes] == [1, 2, 3, 2, 3]
     expected = static_hashes(tmp_path, Config.model_validate(plan.config), corpus, sizes, steps)
-    assert [committed[cursor].hash for cursor in range(1, steps + 1)] == expected
+    hashes = [committed[cursor].hash for cursor in range(1, steps + 1)]
+    assert hashes == expected
+    if record := os.environ.get("LOCO_MEMBER_RECORD"):
+        found = {
+            "inner": inner,
+            "steps": steps,
+            "phases": phases,
+            "static": sizes,
+            "load": os.getloadavg(),
+        }
+        with Path(record).open("a") as lines:
+            lines.write(json.dumps({**found, "every_50th_hash": hashes[49::50]}) + "\n")

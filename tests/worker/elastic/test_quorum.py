@@ -6,38 +6,18 @@ Compared with: the traps of docs/torchft.md. Run alone: pytest tests/worker/elas
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.cluster import free_port
+from support.lamp import Lamp
 
 from loco.errors import ConfigError, UnreachableError
-from worker.elastic.lighthouse import command
 from worker.elastic.quorum import Lighthouse, Member, Quorum
 
 os.environ["RUST_LOG"] = "error"  # read when torchft is imported
 pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
-
-RANK_TIMEOUT = 1.0
-
-
-class Lamp:
-    """The lighthouse's process, at an address that stays."""
-
-    def __init__(self) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def light(self) -> None:
-        self.process = subprocess.Popen(command(self.address, RANK_TIMEOUT))
-
-    def put_out(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture
@@ -148,6 +128,38 @@ def test_an_answer_is_not_lost_because_it_took_long(lamp: Lamp) -> None:
         second = lines[1].ask(1, anew=False)
         assert first.result(1.0) == second
     close(lines)
+
+
+def test_everyone_who_lives_or_lived_is_known_whoever_asked(lamp: Lamp) -> None:
+    """A quorum leaves out who does not ask; torchft's own page names all, by their heartbeats."""
+    lamp.light()
+    lines = members(lamp, 0, 1, 2)
+    quorum = all_ask(lines[:2])[0]
+    with pytest.raises(OSError, match="does not name this rank"):
+        lines[2].everyone()
+    lines[0].close()
+    assert lines[1].everyone() == list(quorum.members)
+    lamp.put_out()
+    with pytest.raises(OSError, match=r"refused|reset"):
+        lines[1].everyone()
+    close(lines)
+
+
+def test_how_long_a_lighthouse_knows_a_member_begins_anew_with_its_life(lamp: Lamp) -> None:
+    """What a new one does not know yet, it may learn within a heartbeat: nothing is begun on it."""
+    lamp.light()
+    (line,) = members(lamp, 0)
+    assert line.known_seconds == 0.0
+    line.ask(0, anew=False)
+    time.sleep(1.0)
+    assert line.known_seconds >= 1.0
+    lamp.put_out()
+    lamp.light()
+    lit = time.monotonic()
+    line.ask(0, anew=False)  # the answer may still be of the line that died
+    line.ask(0, anew=False)
+    assert 0.0 < line.known_seconds < time.monotonic() - lit
+    close([line])
 
 
 def test_ids_sort_by_slot_also_as_text_and_a_stranger_is_named() -> None:
