@@ -104,8 +104,9 @@ def test_two_of_three_die_while_the_run_is_paused_and_are_back_before_it_goes_on
         run.reaches(3)
         assert run_loco("control", run.address, "pause").returncode == 0
         time.sleep(3.0)  # longer than a round: the site waits
+        ranks = ranks_of(site)
         for slot in (0, 2):
-            ranks_of(site)[slot].kill()
+            ranks[slot].kill()
         site.says("going on as rank 0 of 1\n")
         site.says("going on as rank 2 of 1, ")
         assert run.status()["round"] < rounds
