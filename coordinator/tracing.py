@@ -1,4 +1,4 @@
-"""OpenTelemetry: one trace a round, over the coordinator and all sites. Optional (`loco[tracing]`).
+"""OpenTelemetry: one trace a round, over the coordinator and all sites. Optional (extra `tracing`).
 
 The root span is the round, from opened to committed; below it are the reduction and every phase of
 every site. Sites need no exporter: the coordinator makes their spans from what heartbeats tell. It
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from coordinator.told import Span
-from loco.errors import ConfigError
+from loco.errors import ConfigError, install_extra
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span as TraceSpan
@@ -33,7 +33,7 @@ class RoundTraces:
         except ImportError as error:
             raise ConfigError(
                 f"{ENDPOINT} is set, but OpenTelemetry is not installed ({error}): "
-                "pip install 'loco[tracing]', or unset it"
+                f"{install_extra('tracing')}, or unset it"
             ) from error
         resource = Resource.create({"service.name": "loco", "loco.run_id": run_id})
         self._provider = TracerProvider(resource=resource)

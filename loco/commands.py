@@ -185,7 +185,7 @@ def doctor(
     site: Annotated[str, typer.Option(help="Name that this site will have.")],
     ranks: Annotated[int, typer.Option(help="Ranks that this site will have.")] = 1,
     data: Annotated[
-        str | None, typer.Option(help="Corpus of this site, instead of the config's.")
+        str | None, typer.Option(help="Corpus to train on, not the config's; validation stays.")
     ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Directory of the site's checkpoints, for their room.")

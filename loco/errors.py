@@ -75,3 +75,8 @@ class PayloadError(LocoError, ValueError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
+
+
+def install_extra(name: str) -> str:
+    """How an extra of loco's is installed; from an index that name may bring another project."""
+    return f"run pip install '.[{name}]' in a checkout of loco"

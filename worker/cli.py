@@ -37,7 +37,7 @@ def worker(
         typer.Option(help="Ranks to start here; under torchrun its world is used. Default 1."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Corpus of this site, instead of the config's.")
+        str | None, typer.Option(help="Corpus to train on, not the config's; validation stays.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[

@@ -14,6 +14,7 @@ from loco.data import (
     load_tokens,
     validation_windows,
 )
+from loco.errors import DataError
 from loco.inner import InnerOptimizer, Scape
 from loco.inner.build import build_inner, lr_at
 from loco.model import build_model
@@ -32,7 +33,7 @@ class Trainer(Trainee):
         self.model = build_model(config.model, seed=config.run.seed).to(site.device)
         self.optimizer: InnerOptimizer = build_inner(config.inner, self.model, site.group)
         parts = load_parts(corpus, "train")
-        validation = load_tokens(config.data.corpus, "validation")
+        validation = _held_out_text(config.data.corpus)
         _check_tokenizer(
             config.data.tokenizer_digest, [*(part.tokens for part in parts), validation]
         )
@@ -107,6 +108,16 @@ class Trainer(Trainee):
         nats, num_tokens = evaluate(self.model, self._held_out.to(self._site.device))
         total_nats, total_tokens = self._site.sum(nats, num_tokens)
         return bits_per_byte(total_nats, total_tokens * self._held_out_bytes_per_token)
+
+
+def _held_out_text(corpus: str) -> Tokens:
+    """DataError says what the run's corpus is needed for at a site that trains on another."""
+    try:
+        return load_tokens(corpus, "validation")
+    except DataError as error:
+        raise DataError(
+            f"every site measures validation on data.corpus, whatever it trains on: {error}"
+        ) from error
 
 
 def _check_tokenizer(stated: str | None, corpora: list[Tokens]) -> None:

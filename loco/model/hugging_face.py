@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from loco.config import ModelConfig
-from loco.errors import ConfigError
+from loco.errors import ConfigError, install_extra
 
 
 class HuggingFace(nn.Module):
@@ -82,7 +82,7 @@ def _library() -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
-            "model.hf needs the transformers library: pip install 'loco[hf]'"
+            f"model.hf needs the transformers library: {install_extra('hf')}"
         ) from None
     library: Any = transformers  # its types leave gaps
     library.logging.set_verbosity_error()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from loco.errors import ConfigError, DataError
+from loco.errors import ConfigError, DataError, install_extra
 
 PREFIX = "hf:"
 DEFAULT_SPLIT = "train"
@@ -65,7 +65,7 @@ def open_stream(name: str, split: str) -> Any:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{PREFIX}{name} needs the datasets library: pip install 'loco[hf]'"
+            f"{PREFIX}{name} needs the datasets library: {install_extra('hf')}"
         ) from None
     try:
         return datasets.load_dataset(name, split=split, streaming=True)

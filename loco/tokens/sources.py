@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loco.errors import ConfigError, DataError
+from loco.errors import ConfigError, DataError, install_extra
 from loco.tokens.hub import PREFIX, StreamPart, stream_parts
 
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -222,7 +222,7 @@ def _parquet(path: Path) -> Any:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise ConfigError(f"{path} needs the pyarrow library: pip install 'loco[hf]'") from None
+        raise ConfigError(f"{path} needs the pyarrow library: {install_extra('hf')}") from None
     try:
         return ParquetFile(path)
     except (OSError, ArrowException) as error:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loco.errors import ConfigError, DataError
+from loco.errors import ConfigError, DataError, install_extra
 from loco.tokens.shards import BYTES, Array
 
 
@@ -41,7 +41,7 @@ class FileEncoder:
             from tokenizers import Tokenizer
         except ImportError:
             raise ConfigError(
-                f"--tokenizer {path} needs the tokenizers library: pip install 'loco[hf]', or use "
+                f"--tokenizer {path} needs the tokenizers library: {install_extra('hf')}, or use "
                 f"--tokenizer {BYTES}"
             ) from None
         try:

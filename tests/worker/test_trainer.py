@@ -205,6 +205,12 @@ def test_corpora_of_different_tokenizers_are_refused(corpus: Path, tmp_path: Pat
         train(str(other), other, "bytes")
 
 
+def test_validation_is_of_the_runs_corpus_and_missing_text_says_so(corpus: Path) -> None:
+    config = config_of(data={"corpus": "/not/here"})
+    with pytest.raises(DataError, match=r"validation on data\.corpus, .*: corpus '/not/here' does"):
+        Trainer(config, Site(torch.device("cpu"), Group()), "paris", str(corpus))
+
+
 def test_tokens_beyond_the_models_vocabulary_are_refused(tmp_path: Path) -> None:
     corpus = prepared(tmp_path / "corpus", vocab_size=300, token_bytes=1)
     config = config_of(data={"corpus": str(corpus)})

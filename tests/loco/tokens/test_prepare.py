@@ -6,6 +6,7 @@ Run alone: pytest tests/loco/tokens/test_prepare.py
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from support.cluster import run_loco
 from support.corpora import DOCUMENTS, HELD_OUT, make_tokenizer, options, write_jsonl
 from tokenizers import Tokenizer
 
+from loco.config import ModelConfig
 from loco.data import load_tokens
 from loco.errors import ConfigError, DataError
+from loco.model import build_model
 from loco.tokens import check_prepared, load_prepared
 from loco.tokens.prepare import prepare
 from loco.tokens.prepared import MANIFEST, Manifest, Shard, dump
@@ -262,6 +265,26 @@ def test_what_nobody_thought_of_names_the_item_too(tmp_path: Path) -> None:
     said = r"cannot tokenise .*a\.parquet, row groups 0 to 1: \w+: .*; what is done stays"
     with pytest.raises(DataError, match=said):
         prepare(options([path], tmp_path / "out"), quiet)
+
+
+def test_a_missing_library_is_installed_from_this_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as loco[hf]: on an index that name may be another project's."""
+    for library in ("tokenizers", "datasets", "pyarrow.parquet", "transformers"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for name in ("a.parquet", "a.txt", "tokenizer.json"):
+        (tmp_path / name).write_text("x")
+    flags = options([tmp_path / "a.txt"], tmp_path / "out")
+    for wanted in (
+        replace(flags, inputs=["hf:x"]),
+        replace(flags, inputs=[str(tmp_path / "a.parquet")]),
+        replace(flags, tokenizer=str(tmp_path / "tokenizer.json"), end_of_text="<end>"),
+    ):
+        with pytest.raises(ConfigError, match=r"library: run pip install '\.\[hf\]' in a checkout"):
+            prepare(wanted, quiet)
+    with pytest.raises(ConfigError, match=r"library: run pip install '\.\[hf\]' in a checkout"):
+        build_model(ModelConfig(hf="./x", seq_len=8), seed=0)
 
 
 def test_too_few_documents_to_hold_one_out_are_refused(tmp_path: Path) -> None:
