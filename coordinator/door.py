@@ -42,9 +42,7 @@ class Door:
         return int(self._sockets[0].getsockname()[1])
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, server: web.Server[web.Request], context: ssl.SSLContext | None
-    ) -> AsyncIterator[None]:
+    async def open(self, server: web.Server, context: ssl.SSLContext | None) -> AsyncIterator[None]:
         """Let in while the block runs; who is in at its end is the server's to send away."""
         accepting = [
             asyncio.create_task(self._accept(each, server, context)) for each in self._sockets
@@ -66,7 +64,7 @@ class Door:
     async def _accept(
         self,
         listening: socket.socket,
-        server: web.Server[web.Request],
+        server: web.Server,
         context: ssl.SSLContext | None,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -94,7 +92,7 @@ class Door:
 
 async def _enter(
     connection: socket.socket,
-    server: web.Server[web.Request],
+    server: web.Server,
     context: ssl.SSLContext | None,
 ) -> None:
     try:
