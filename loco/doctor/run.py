@@ -128,14 +128,13 @@ class Run:
         return ok("site", f"{self._site!r} was here before and may come back")
 
     def _judge(self, way: Way) -> Iterator[Finding]:
-        if way.version != version("loco"):
-            yield warn(
-                "version",
-                f"the coordinator runs loco {way.version}, this machine {version('loco')}",
-                "install the same version at all ends",
-            )
-        else:
-            yield ok("version", f"the coordinator runs loco {way.version}, as this machine")
+        # What must be equal is the protocol's version: another one is refused at the first call. An
+        # image may be called 0.1.0 and a checkout of the same code 0.1.dev7.
+        yield ok(
+            "version",
+            f"both ends speak protocol version {PROTOCOL_VERSION}; the coordinator runs loco "
+            f"{way.version}, this machine {version('loco')}",
+        )
         message = f"the coordinator's is {way.clock_offset_seconds:+.3f} s from ours"
         if abs(way.clock_offset_seconds) > MAX_CLOCK_SECONDS:
             yield warn("clock", message, "set the clocks (NTP): certificates and logs need them")

@@ -22,11 +22,13 @@ from support.cluster import TINY, Process, loco
 from support.namespaces import FAR, HUB, Far, two_hosts
 from support.programs import program
 
+from coordinator.door import MOST_CONNECTIONS
+
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "nftables" / "loco.nft"
 GOOD, GOOD6, BAD6, HUB6 = "10.99.0.3", "fd99:0:0:2::1", "fd99::1", "fd99:0:0:1::1"
 TOTAL, HELD, BURST = 24, 8, 12
-PORT = 29400
+PORT, PAGE = 29400, 9400
 STRANGER = """
 import socket, sys, time
 source, target, port, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -171,6 +173,28 @@ def test_an_address_that_opens_connections_too_fast_is_alone_in_it(
             with stranger(far, good, target, BURST) as got:
                 assert got == BURST
         assert counter("too_fast") >= dropped
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "target"), [(FAR, GOOD, HUB), (BAD6, GOOD6, HUB6)], ids=["ipv4", "ipv6"]
+)
+def test_the_page_has_a_bound_of_its_own_by_address(
+    far: Far, bad: str, good: str, target: str
+) -> None:
+    """Far below what the coordinator's page takes in all, which others need, too."""
+    load(RULES.read_text())
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with (
+        socket.create_server((target, PAGE), family=family, backlog=300),
+        socket.create_server((target, PORT), family=family, backlog=300),
+        stranger(far, bad, target, MOST_CONNECTIONS, port=PAGE) as got,
+    ):
+        assert got == 64 <= MOST_CONNECTIONS // 4
+        assert counter("too_many") >= MOST_CONNECTIONS - 64
+        with stranger(far, good, target, 8, port=PAGE) as of_another:
+            assert of_another == 8
+        with stranger(far, bad, target, 8) as at_the_other_port:
+            assert at_the_other_port == 8
 
 
 def test_other_ports_and_this_host_are_left_alone(far: Far) -> None:
