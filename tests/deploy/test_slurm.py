@@ -119,7 +119,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 def submit(slurm: Slurm, coordinator: str, site: str = "paris") -> str:
     answer = slurm.run(
         "sbatch", "--parsable", "--ntasks=2", "--ntasks-per-node=2", "--overcommit",
-        "--output=job.log", str(SCRIPT),
+        "--cpus-per-task=1", "--output=job.log", str(SCRIPT),
         LOCO_COORDINATOR=coordinator,
         LOCO_SITE=site,
         LOCO_DEVICE="cpu",

@@ -246,6 +246,17 @@ def test_one_probe_at_a_time_and_one_given_up_does_not_block_the_next(plain: Coo
     link.close()
 
 
+def test_builds_of_one_protocol_may_have_different_names(
+    plain: Coordinator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image is 0.1.0, a checkout of the same code 0.1.dev7: both are told, neither is wrong."""
+    monkeypatch.setattr("loco.doctor.run.version", lambda _name: "0.0.dev7")
+    _, found, _ = examined(options(plain), capsys)
+    assert found["version"]["state"] == "ok"
+    for part in (f"protocol version {PROTOCOL_VERSION}", "this machine 0.0.dev7", "runs loco"):
+        assert part in found["version"]["message"]
+
+
 def test_readers_may_not_probe(secured: Coordinator) -> None:
     assert secured.certs is not None
     for role, allowed in (("site", True), ("operator", True), ("reader", False)):
