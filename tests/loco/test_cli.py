@@ -16,6 +16,7 @@ import typer
 from loco import errors
 from loco.cli import run
 from loco.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     LocoError,
@@ -32,6 +33,7 @@ ERRORS = [
     (RefusedError("x", reason="superseded"), 3),
     (UnreachableError("x"), 4),
     (NonFiniteError("x"), 5),
+    (CheckpointError("x"), 1),
     (PayloadError("truncated", "x"), 1),
 ]
 
