@@ -255,11 +255,15 @@ class Exchange:
             moved = np.where(target == self._anchor, params, moved)
         self._write_rows(moved)
 
+    def write_theta(self) -> None:
+        """Overwrite the replica with theta as the run has it, equally on all ranks."""
+        self._write_rows(self._theta)
+
     @contextmanager
     def theta_in_model(self) -> Iterator[None]:
         """Within it the replica holds theta without this site's progress since."""
         params = self._read_rows(np.zeros_like(self._theta))
-        self._write_rows(self._theta)
+        self.write_theta()
         try:
             yield
         finally:

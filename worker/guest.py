@@ -204,8 +204,7 @@ class GuestWorker(Worker):
 
     def _live(self) -> None:
         self._rounds(self._enter())
-        # Fragments whose turn did not come again hold progress that is in nobody's theta.
-        self._exchange.write_parameters()
+        self._exchange.write_theta()  # replicas may hold what is in nobody's theta
 
     def _next_directive(self) -> pb.WaitRoundResponse:
         self._asks = True

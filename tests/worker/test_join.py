@@ -70,12 +70,20 @@ def own_model() -> Own:
     return model
 
 
-@pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (0, 3)])
+@pytest.mark.parametrize(
+    "outer_config",
+    [
+        {"delay_steps": 0},
+        {"delay_steps": 1},
+        {"fragments": 3},
+        {"unsent": "replica", "beta": 0.0, "aggregation": "mean"},
+    ],
+    ids=["blocking", "delayed", "fragments", "kept"],
+)
 def test_a_loop_of_ones_own_does_what_the_worker_does(
-    tmp_path: Path, delay: int, fragments: int
+    tmp_path: Path, outer_config: dict[str, Any]
 ) -> None:
     """The same steps in a plain loop, at loco's learning rates: theta is equal in every bit."""
-    outer_config = {"delay_steps": delay, "fragments": fragments}
     config = Config.model_validate(raw_run(outer=outer_config))
     with run_of(config, tmp_path / "ours") as coordinator:
         Life(coordinator.address, "paris").finishes()
