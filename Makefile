@@ -31,7 +31,7 @@ system: ## install the Debian packages that tests drive (root only, and only wha
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES); fi
 
 test: $(READY) system ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY) ## lint, types, import rules, wire format, generated code
 	$(BIN)/ruff check .
