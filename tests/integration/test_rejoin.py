@@ -30,6 +30,7 @@ from support.one_site import (
     watch_feedback,
 )
 
+from coordinator import engine
 from coordinator.events import RoundOpened
 from coordinator.store import Store
 from loco.control import control
@@ -210,13 +211,15 @@ def test_a_site_that_was_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """EF stays with the theta that updates lead on; where a snapshot replaces theta, it goes."""
+    monkeypatch.setattr(engine, "TICK_SECONDS", 0.01)  # each round waits for the grace to be over
+    quorum = {**IMPATIENT, "grace_seconds": 0.01}
     changes = {
         "run": {"rounds": rounds_away + 2},
         "state": {"snapshot_every_rounds": 2, "keep_updates": keep_updates},
     }
     began_with = watch_feedback(monkeypatch)
     left = {}
-    with run_of(tmp_path, config_of_run(**changes, quorum=IMPATIENT)) as coordinator:
+    with run_of(tmp_path, config_of_run(**changes, quorum=quorum)) as coordinator:
 
         def stay_away(what: str, round_: int) -> bool:
             if (what, round_) == ("before push", 0):  # or the first update says how to go on
