@@ -31,7 +31,8 @@ system: ## install the Debian packages that tests drive (root only, and only wha
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES); fi
 
 test: $(READY) system ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/coordinator tests/loco tests/docs
+	$(BIN)/python -m pytest --ignore=tests/coordinator --ignore=tests/loco --ignore=tests/docs
 
 check: $(READY) ## lint, types, import rules, wire format, generated code
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ Only the four lines with `outer` are loco's. Everything else is what such a loop
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -66,8 +67,6 @@ def train(coordinator: str, site: str) -> None:
             optimizer.zero_grad()
             outer.step(tokens=BATCH * LENGTH, loss=loss.item())
     print(f"site {site} rank {rank}: round {outer.round}, loss {loss.item():.3f}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -76,3 +75,6 @@ if __name__ == "__main__":
         loco.save_parameters(Bigrams(), sys.argv[2])
     else:
         train(*sys.argv[2:4])
+        if dist.is_initialized():
+            gc.collect()  # DDP held the group: its threads must end before the interpreter does
+            dist.destroy_process_group()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.ranks import spawn_ranks
 
 from loco.config import Config
 from loco.inner import Group, reshard
@@ -27,7 +27,7 @@ def static_hashes(
     """The hash of all parameters after each step, with the ranks of each phase."""
     ranks = max(size for size, _ in phases)
     arguments = (str(folder), config.model_dump_json(), str(corpus), phases, steps)
-    mp.spawn(_rank, arguments, nprocs=ranks)
+    spawn_ranks(_rank, arguments, ranks)
     told = [(folder / f"hashes-{rank}").read_text().split("\n") for rank in range(ranks)]
     for phase, (size, count) in enumerate(phases):
         assert all(told[rank][phase] == told[0][phase] for rank in range(size))

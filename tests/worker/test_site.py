@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from support.contributing import contribute
+from support.ranks import spawn_ranks
 from support.runs import config_of
 from torch import nn
 
@@ -126,7 +126,7 @@ def _reason(error: LocoError) -> dict[str, str]:
 def test_ranks_agree_and_equal_one_rank(tmp_path: Path) -> None:
     digest, body, parameters = exchange_a_round(Site(torch.device("cpu"), Group()), None)
     (tmp_path / "update").write_bytes(body)
-    mp.spawn(check, (str(tmp_path),), nprocs=RANKS)
+    spawn_ranks(check, (str(tmp_path),), RANKS)
     layout = layout_of(Model())
     whole = codec.decode(body, layout.num_elements).dense()
     for rank in range(RANKS):
@@ -165,7 +165,7 @@ def _threads_of_gloo() -> list[str]:
 
 
 def test_a_closed_site_leaves_no_thread_that_could_abort_the_exit(tmp_path: Path) -> None:
-    mp.spawn(leave, (str(tmp_path),), nprocs=2)
+    spawn_ranks(leave, (str(tmp_path),), 2)
 
 
 def _raise(error: Exception) -> None:

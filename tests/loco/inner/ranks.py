@@ -1,4 +1,4 @@
-"""Real gloo ranks for the tests: `mp.spawn(check, (ranks, folder), nprocs=ranks)`."""
+"""Real gloo ranks for the tests: `spawn_ranks(check, (ranks, folder), ranks)`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

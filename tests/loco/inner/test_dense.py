@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from support.ranks import spawn_ranks
 
 from loco.errors import ConfigError
 from loco.inner import AdamS, DenseSync
@@ -105,7 +105,7 @@ def check_different_models(rank: int) -> None:
 
 
 def test_three_ranks(tmp_path: Path) -> None:
-    mp.spawn(check_on_ranks, (3, str(tmp_path)), nprocs=3)
+    spawn_ranks(check_on_ranks, (3, str(tmp_path)), 3)
 
 
 def test_a_gradient_that_was_set_to_none_counts_as_zero() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.ranks import spawn_ranks
 
 from loco.errors import ConfigError
 from loco.inner import AdamS, Scape, reshard
@@ -332,7 +332,7 @@ def alone_group(rank: int, ranks: int) -> dist.ProcessGroup:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_on_ranks(ranks: int, tmp_path: Path) -> None:
-    mp.spawn(check_all, (ranks, str(tmp_path)), nprocs=ranks)
+    spawn_ranks(check_all, (ranks, str(tmp_path)), ranks)
 
 
 def test_alone() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.ranks import spawn_ranks
 
 from loco.inner import Group, Scape
 from tests.loco.inner.ranks import join_ranks
@@ -49,4 +49,4 @@ def check(rank: int, ranks: int, folder: str) -> None:
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
-    mp.spawn(check, (2, str(tmp_path)), nprocs=2)
+    spawn_ranks(check, (2, str(tmp_path)), 2)
