@@ -115,6 +115,7 @@ class Lighthouse:
         self._version = 0
         self._call: Future[Quorum] | None = None
         self._dialled = 0.0
+        self._heard_of: set[Member] = set()
 
     def ask(self, version: int, *, anew: bool) -> Quorum:
         """Everyone who asks now; blocks until all living members do.
@@ -224,10 +225,11 @@ class Lighthouse:
         return 0.0 if self._line is None else time.monotonic() - self._dialled
 
     def everyone(self) -> list[Member]:
-        """All of whom the lighthouse has had a heartbeat in this life, dead ones too, sorted.
+        """All of whom the lighthouse has had a heartbeat, dead ones too, sorted.
 
         A quorum leaves out who lives and does not ask. torchft has no call for this; but the page
-        of its lighthouse names them.
+        of its lighthouse names them. One that has been started again between two calls has
+        forgotten them, and nobody notices: so whom it named before is named again.
 
         Raises:
             OSError: the page did not come, or does not name this member, who is there.
@@ -240,10 +242,11 @@ class Lighthouse:
             raise OSError(f"the lighthouse's page did not come: {error}") from error
         finally:
             line.close()
-        found = sorted({Member.of(id_) for id_ in _REPLICA_ID.findall(page)})
+        found = {Member.of(id_) for id_ in _REPLICA_ID.findall(page)}
         if self._me not in found:
             raise OSError("the lighthouse's page /status does not name this rank")
-        return found
+        self._heard_of |= found
+        return sorted(self._heard_of)
 
     def _is_broken(self) -> bool:
         """Whether the lighthouse of the call that waits has died."""

@@ -90,6 +90,7 @@ def test_nobody_begins_anew_while_a_rank_in_a_long_step_has_the_state(
         members.start_lighthouse()
         before = refused_seconds(members)
         eventually(lambda: refused_seconds(members) > before + 10, "nor begins now", 100.0)
+        assert "of 0, 2\n" not in members.log, members.log
         check(members)
 
 
