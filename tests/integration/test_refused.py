@@ -18,13 +18,12 @@ from chaos.numpy_site import Array, NumpySite, SiteThread
 from chaos.runs import exact_run
 from support.cluster import Cluster
 from support.live import Coordinator, coordinating, eventually
+from support.one_site import create
 
 from coordinator.events import RoundClosed, RoundCommitted, ShardRefused, ShardStored
-from coordinator.store import Store
 from loco.config import Config
 from loco.control import control
 from loco.errors import EXIT_REFUSED, RefusedError
-from loco.model import build_model, layout_of, pack
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.session import Session
 
@@ -43,14 +42,6 @@ def config_of_run(**changes: dict[str, Any]) -> Config:
     for section, keys in changes.items():
         raw[section] |= keys
     return Config.model_validate(raw)
-
-
-def create(directory: Path, config: Config) -> Store:
-    model = build_model(config.model, seed=config.run.seed)
-    layout = layout_of(model)
-    return Store.create(
-        directory, run_id="refused", config=config, layout=layout, theta=pack(model, layout)
-    )
 
 
 def journal(coordinator: Coordinator, kind: type) -> list[Any]:
