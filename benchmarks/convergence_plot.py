@@ -167,7 +167,9 @@ def round_seconds(run: Run, mbit: float) -> list[float]:
     outer = config.outer
     turns = (config.inner.steps, outer.fragments, outer.delay_steps)
     setting = (run["sites"], config.codec.bits, *turns, mbit)
-    return [one_round(k_at(config.codec, round_), *setting) for round_ in range(run["rounds"])]
+    rounds = run["rounds"]
+    ks = [k_at(config.codec, round_, rounds) for round_ in range(rounds)]
+    return [one_round(k, *setting) for k in ks]
 
 
 @cache

@@ -255,7 +255,7 @@ class Simulation:
             active=self._active(round_),
             beta=self._config.outer.beta,
             k=k_of_site(
-                rules.k or k_at(self._config.codec, round_),
+                rules.k or k_at(self._config.codec, round_, self._config.run.rounds),
                 self._config.codec.k_sites,
                 len(self._sites),
             ),

@@ -14,7 +14,7 @@ from loco.outer import alpha_at, k_at, k_of_site, own_step, rules_at
 
 _CONFIGURED: dict[str, Callable[[Config, int], float]] = {
     "outer.alpha": lambda config, round_: alpha_at(config.outer, round_),
-    "codec.k": lambda config, round_: k_at(config.codec, round_),
+    "codec.k": lambda config, round_: k_at(config.codec, round_, config.run.rounds),
     "inner.steps": lambda config, _round: config.inner.steps,
 }
 

@@ -175,9 +175,11 @@ def plan(
         rtt_ms=rtt_ms,
         congestion=congestion,
     )
+    rounds = None
     if config is not None:
         setting = plan_view.setting_of_config(config, setting)
-    plan_view.show(setting, as_json=as_json)
+        rounds = plan_view.rounds_of_config(config, setting)
+    plan_view.show(setting, rounds, as_json=as_json)
 
 
 def doctor(

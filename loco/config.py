@@ -243,6 +243,10 @@ class CodecConfig(_Section):
     k_start: Annotated[int, Field(ge=1, le=4096)] | None = None
     """k of the first round; falls geometrically to `k` over `k_ramp_rounds`."""
     k_ramp_rounds: Annotated[int, Field(ge=0)] = 0
+    k_end: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """k of the last `k_end_rounds`: replicas that keep what is unsent then hand it over."""
+    k_end_rounds: Annotated[int, Field(ge=0)] = 0
+    """Rounds, up to the last one of `run.rounds`; where a ramp reaches them they win."""
     k_sites: PositiveInt = 3
     """Up to so many sites each send k values of a chunk. More sites share: each then sends k *
     k_sites / their number, and the update does not grow with them."""
@@ -251,6 +255,8 @@ class CodecConfig(_Section):
     def _ramp(self) -> Self:
         if (self.k_start is None) != (self.k_ramp_rounds == 0):
             raise ValueError("k_start and k_ramp_rounds belong together: set both or neither")
+        if (self.k_end is None) != (self.k_end_rounds == 0):
+            raise ValueError("k_end and k_end_rounds belong together: set both or neither")
         return self
 
 
@@ -360,17 +366,27 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _fragments_are_sparse(self) -> Self:
-        if self.codec.bits != 32:
-            return self
-        if self.outer.fragments > 1:
+        own = min(self.outer.own_fragments, default="")
+        what = f"own_fragments.{own}" if own else f"fragments = {self.outer.fragments}"
+        if self.codec.bits == 32 and (own or self.outer.fragments > 1):
             raise ValueError(
-                f"outer.fragments = {self.outer.fragments} needs sparse contributions: codec.bits "
-                "= 1 or 2, not 32"
+                f"outer.{what} needs sparse contributions: codec.bits = 1 or 2, not 32"
             )
-        if self.outer.own_fragments:
+        return self
+
+    @model_validator(mode="after")
+    def _the_end_has_all_that_replicas_keep(self) -> Self:
+        rounds = self.codec.k_end_rounds
+        turns = self.outer.fragments + len(self.outer.own_fragments)
+        if rounds and self.outer.unsent != "replica":
             raise ValueError(
-                f"outer.own_fragments.{min(self.outer.own_fragments)} needs sparse contributions: "
-                "codec.bits = 1 or 2, not 32"
+                f"codec.k_end = {self.codec.k_end} needs outer.unsent = 'replica': what error "
+                "feedback holds beside a replica is old, and hurts when it all comes at once"
+            )
+        if 0 < rounds < turns:
+            raise ValueError(
+                f"codec.k_end_rounds = {rounds} must be at least {turns}, the rounds in which "
+                "every chunk is exchanged once (outer.fragments and own_fragments)"
             )
         return self
 

@@ -9,7 +9,7 @@ device and host, the gather of theta inside a site, the coordinator's disk, othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -131,6 +131,19 @@ class Prediction:
     """compute where `utilisation` is at least 95 %, else the longest part of the exchange."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """All rounds of a run, those with another k at its begin and end included; of one site."""
+
+    rounds: int
+    bytes_up: int
+    bytes_down: int
+    dense_bytes: int
+    """The parameters in fp32 as often as there are rounds."""
+    bytes_up_densest: int
+    """Of the round that sends most."""
+
+
 def check(setting: Setting) -> None:
     """Raise ConfigError for what cannot be, with the flag, the value and the range."""
     ranges = (
@@ -233,6 +246,18 @@ def update_size(setting: Setting) -> tuple[int, int]:
     body, values = _mean_of_turns(setting, bodies)
     headers = len(list(cells(range(setting.layout.num_chunks))))
     return _framed(body + headers * HEADER_BYTES), values
+
+
+def whole_run(times: Mapping[Setting, int]) -> WholeRun:
+    """The sum over all rounds, given how many of them are under each setting."""
+    sizes = {each: (contribution_size(each)[0], update_size(each)[0]) for each in times}
+    return WholeRun(
+        rounds=sum(times.values()),
+        bytes_up=sum(num * sizes[each][0] for each, num in times.items()),
+        bytes_down=sum(num * sizes[each][1] for each, num in times.items()),
+        dense_bytes=sum(num * each.layout.dense_bytes for each, num in times.items()),
+        bytes_up_densest=max((up for up, _ in sizes.values()), default=0),
+    )
 
 
 def _k_of_site(setting: Setting, k: int) -> int:

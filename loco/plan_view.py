@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from rich.text import Text
 from loco.config import Config, load_config
 from loco.layout import Layout
 from loco.outer import Fragments, k_at
-from loco.plan import OwnFragment, Prediction, Setting, advice, predict
+from loco.plan import (
+    OwnFragment,
+    Prediction,
+    Setting,
+    WholeRun,
+    advice,
+    predict,
+    whole_run,
+)
 from loco.status import human_bytes, human_seconds
 
 MAX_PARAMS = 1e13
@@ -38,51 +47,70 @@ def layout_of_config(config: Config) -> Layout:
 
 
 def setting_of_config(path: Path, setting: Setting) -> Setting:
-    """`setting` with model, k, bits and H from a run's config; k is that of the last round."""
+    """`setting` with model, k, bits and H from a run's config; k is that of most rounds."""
     config = load_config(path)
     layout = layout_of_config(config)
     Fragments(config.outer, layout)  # refuses what the coordinator would
     return replace(
         setting,
         layout=layout,
-        k=k_at(config.codec, config.run.rounds),
+        k=config.codec.k,
         k_sites=config.codec.k_sites,
         bits=config.codec.bits,
         inner_steps=config.inner.steps,
         fragments=config.outer.fragments,
         delay_steps=config.outer.delay_steps,
-        own_fragments=own_fragments(config, config.run.rounds),
+        own_fragments=own_fragments(config, config.codec.k),
     )
 
 
-def own_fragments(config: Config, round_: int) -> tuple[OwnFragment, ...]:
-    """The fragments with a turn of their own, their k and bits in a round."""
+def rounds_of_config(path: Path, setting: Setting) -> dict[Setting, int]:
+    """How many rounds of a run are under which setting: k differs at its begin and end.
+
+    `setting` is what `setting_of_config` made of it.
+    """
+    config = load_config(path)
+    rounds = config.run.rounds
+    ks = Counter(k_at(config.codec, round_, rounds) for round_ in range(rounds))
+    return {
+        replace(setting, k=k, own_fragments=own_fragments(config, k)): num for k, num in ks.items()
+    }
+
+
+def own_fragments(config: Config, k: int) -> tuple[OwnFragment, ...]:
+    """The fragments with a turn of their own, their k and bits where all others have `k`."""
     return tuple(
         OwnFragment(
             tensors=frozenset(own.tensors),
-            k=own.k or k_at(config.codec, round_),
+            k=own.k or k,
             bits=own.bits or config.codec.bits,
         )
         for own in config.outer.own_fragments.values()
     )
 
 
-def show(setting: Setting, *, as_json: bool) -> None:
-    """Print what a round costs under `setting`; ConfigError if that cannot be."""
+def show(setting: Setting, rounds: dict[Setting, int] | None, *, as_json: bool) -> None:
+    """Print what a round costs under `setting`; ConfigError if that cannot be.
+
+    `rounds`, where the run is known, are those of `rounds_of_config`.
+    """
     prediction = predict(setting)
     told = advice(setting)
+    run = whole_run(rounds) if rounds else None
     if as_json:
-        print(json.dumps(document(prediction, told)))
+        print(json.dumps(document(prediction, run, told)))
     else:
-        Console().print(render(setting, prediction, told))
+        Console().print(render(setting, prediction, run, told))
 
 
-def document(prediction: Prediction, told: list[str]) -> dict[str, Any]:
-    """What `--json` prints: the fields of `loco.plan.Prediction`, and the advice."""
-    return {**asdict(prediction), "advice": told}
+def document(prediction: Prediction, run: WholeRun | None, told: list[str]) -> dict[str, Any]:
+    """What `--json` prints: the fields of `loco.plan.Prediction`, the run's, and the advice."""
+    return {**asdict(prediction), "run": run and asdict(run), "advice": told}
 
 
-def render(setting: Setting, p: Prediction, told: list[str]) -> RenderableType:
+def render(
+    setting: Setting, p: Prediction, run: WholeRun | None, told: list[str]
+) -> RenderableType:
     """The prediction as a person reads it."""
     bits = "dense fp32" if setting.bits == 32 else f"k = {setting.k} of 4096, {setting.bits} bits"
     head = Text(
@@ -93,7 +121,18 @@ def render(setting: Setting, p: Prediction, told: list[str]) -> RenderableType:
     for name, value, note in _rows(p):
         table.add_row(name, value, note)
     lines = [Text(f"advice: {line}") for line in told]
+    if run is not None:
+        lines.insert(0, Text(_run_line(run)))
     return Group(head, table, *lines)
+
+
+def _run_line(run: WholeRun) -> str:
+    return (
+        f"the whole run, {run.rounds} rounds: {human_bytes(run.bytes_up)} up "
+        f"({run.dense_bytes / run.bytes_up:.0f} times less than dense) and "
+        f"{human_bytes(run.bytes_down)} down a site; its densest round sends "
+        f"{human_bytes(run.bytes_up_densest)}"
+    )
 
 
 def _rows(p: Prediction) -> list[tuple[str, str, str]]:

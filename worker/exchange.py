@@ -41,7 +41,7 @@ def contribution_bytes(config: Config, layout: Layout) -> int:
     if codec_.bits == 32:
         return 4 * layout.num_elements
     own = [fragment.k or 0 for fragment in config.outer.own_fragments.values()]
-    k = max(codec_.k, codec_.k_start or 0, *own)
+    k = max(codec_.k, codec_.k_start or 0, codec_.k_end or 0, *own)
     return layout.num_chunks * k * (8 + codec_.bits) // 8  # positions take about 8 bits
 
 

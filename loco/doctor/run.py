@@ -182,17 +182,18 @@ class Run:
         if self.way is None or self.layout is None:
             return
         seconds = step_seconds or self._measured_step()
+        k = k_at(self.config.codec, self.status["round"], self.config.run.rounds)
         setting = Setting(
             layout=self.layout,
             sites=max(self.config.quorum.min_sites, self.status["sites_alive"], 1),
             ranks=ranks,
-            k=k_at(self.config.codec, self.status["round"]),
+            k=k,
             k_sites=self.config.codec.k_sites,
             bits=self.config.codec.bits,
             inner_steps=self.config.inner.steps,
             fragments=self.config.outer.fragments,
             delay_steps=self.config.outer.delay_steps,
-            own_fragments=own_fragments(self.config, self.status["round"]),
+            own_fragments=own_fragments(self.config, k),
             step_seconds=seconds or 1.0,
             up_mbit=_mbit(self.way.up_bytes_per_second),
             down_mbit=_mbit(self.way.down_bytes_per_second),

@@ -18,14 +18,21 @@ class Density(Protocol):
     def k_start(self) -> int | None: ...
     @property
     def k_ramp_rounds(self) -> int: ...
+    @property
+    def k_end(self) -> int | None: ...
+    @property
+    def k_end_rounds(self) -> int: ...
 
 
-def k_at(codec: Density, round_: int) -> int:
-    """Values kept a chunk in this round: geometric from `k_start` to `k` over `k_ramp_rounds`.
+def k_at(codec: Density, round_: int, num_rounds: int) -> int:
+    """Values kept a chunk in this round of a run of `num_rounds`.
 
-    The first rounds are denser because error feedback starts empty (time constant 1 / (1 - beta)
-    rounds) while theta moves fastest.
+    Geometric from `k_start` to `k` over `k_ramp_rounds`: the first rounds are denser because error
+    feedback starts empty (time constant 1 / (1 - beta) rounds) while theta moves fastest. Then `k`,
+    and `k_end` in the last `k_end_rounds`, in which sites hand over what their replicas still keep.
     """
+    if codec.k_end is not None and round_ >= num_rounds - codec.k_end_rounds:
+        return codec.k_end
     if codec.k_start is None or round_ >= codec.k_ramp_rounds:
         return codec.k
     exponent = round_ / codec.k_ramp_rounds

@@ -33,6 +33,7 @@ from worker import lanes
 ROUNDS, H = 6, 3
 SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
 KEPT = {"unsent": "replica", "beta": 0.0, "aggregation": "mean"}
+END = {"k_end": 2048, "k_end_rounds": 2}
 ALPHA = 0.7
 """Not 1: a site alone would guess each update exactly, whenever it is applied."""
 EMBED = {"tensors": ["embed_tokens.weight"], "k": 512, "bits": 1, "aggregation": "mean"}
@@ -45,6 +46,7 @@ def config_of_run(
     fragments: int = 1,
     own: dict[str, Any] | None = None,
     outer: dict[str, Any] | None = None,
+    codec: dict[str, Any] | None = None,
     **inner: Any,
 ) -> Config:
     raw = exact_run(seed=11, rounds=ROUNDS)
@@ -52,6 +54,7 @@ def config_of_run(
     raw["inner"] |= {"steps": H, "max_local_steps": H, "warmup_steps": 2, **inner}
     raw["outer"] = {"delay_steps": delay, "fragments": fragments, "own_fragments": own or {}}
     raw["outer"] |= {"alpha": ALPHA, **(outer or {})}
+    raw["codec"] |= codec or {}
     raw["quorum"]["min_sites"] = len(sites)
     return Config.model_validate(raw)
 
@@ -96,7 +99,7 @@ def simulated(config: Config) -> list[str]:
         (0, 1, {"own": {"embed": EMBED}}),
         (2, 2, {"own": {"embed": EMBED, "norms": {"tensors": ["norm.weight"]}}}),
         (0, 1, {"outer": KEPT}),
-        (2, 2, {"outer": KEPT}),
+        (2, 2, {"outer": KEPT, "codec": END}),
     ],
 )
 def test_two_sites_do_what_the_simulation_does(

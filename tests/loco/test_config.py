@@ -140,6 +140,17 @@ def test_a_whole_number_is_welcome_where_a_fraction_may_stand() -> None:
             "own_fragments.b.tensors: 'lm_head.weight' is in 'head' already",
         ),
         ("[codec]\nk_ramp_rounds = 4", "k_start and k_ramp_rounds belong together"),
+        ("[codec]\nk_end = 2048", "k_end and k_end_rounds belong together"),
+        ("[codec]\nk_end_rounds = 3", "k_end and k_end_rounds belong together"),
+        (
+            "[codec]\nk_end = 2048\nk_end_rounds = 3",
+            "codec.k_end = 2048 needs outer.unsent = 'replica'",
+        ),
+        (
+            "[outer]\nbeta = 0.0\nunsent = 'replica'\nfragments = 4\n"
+            "[codec]\nk_end = 2048\nk_end_rounds = 3",
+            "codec.k_end_rounds = 3 must be at least 4, the rounds in which every chunk is",
+        ),
         ("[outer]\naggregation = 'nesterov'", "codec.bits = 32, not 2"),
         ("[outer]\nunsent = 'replica'", "needs beta = 0, not 0.95"),
         ("[inner]\nexclude_in_flight = true", "exclude_in_flight = true needs inner.delay = 1"),

@@ -47,6 +47,8 @@ SETTING = Setting(
     rtt_ms=0.0,
 )
 
+KS_OF_ROUNDS = (512, 181, 64, 64, 64, 64, 2048, 2048)
+
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("k", "bits"), [(1, 2), (64, 1), (64, 2), (1000, 2), (4096, 1), (64, 32)])
@@ -271,6 +273,35 @@ def test_a_model_of_ones_own_is_planned_from_its_file(tmp_path: Path) -> None:
         "--json",
     )  # fmt: skip
     assert json.loads(done.stdout)["params"] == 7 * 5 + 5, done.stderr
+
+
+def test_a_whole_run_is_the_sum_of_its_rounds(tmp_path: Path) -> None:
+    """Three kinds of rounds, each with its own k, against contributions of such k that are encoded.
+
+    The demo's model, k falling from 512 over two rounds, 64 in four more, 2048 in the last two.
+    """
+    (tmp_path / "run.toml").write_text(
+        "[run]\nrounds = 8\n[outer]\nunsent = 'replica'\nbeta = 0.0\n[codec]\nk = 64\n"
+        "k_start = 512\nk_ramp_rounds = 2\nk_end = 2048\nk_end_rounds = 2\n"
+    )
+    done = run_loco(
+        "plan", "--config", str(tmp_path / "run.toml"), "--mbit", "9", "--step-seconds", "1",
+        "--ranks", "1", "--json",
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    layout = layout_of_config(Config())
+    a = vector(layout, seed=0)
+    sent = {k: len(shard_body(a, config_of(codec={"k": k}), layout=layout)) for k in KS_OF_ROUNDS}
+    assert told["run"]["rounds"] == len(KS_OF_ROUNDS)
+    assert told["run"]["dense_bytes"] == len(KS_OF_ROUNDS) * told["dense_bytes"]
+    assert told["run"]["bytes_up"] == pytest.approx(sum(sent[k] for k in KS_OF_ROUNDS), rel=0.05)
+    assert told["run"]["bytes_up_densest"] == pytest.approx(sent[2048], rel=0.05)
+    assert told["bytes_up"] == pytest.approx(sent[64], rel=0.05), "a round is one of most rounds"
+    assert told["run"]["bytes_down"] > told["run"]["bytes_up"]
+    table = run_loco(
+        "plan", "--config", str(tmp_path / "run.toml"), "--mbit", "9", "--step-seconds", "1"
+    ).stdout
+    assert "the whole run, 8 rounds:" in table
 
 
 @pytest.mark.slow

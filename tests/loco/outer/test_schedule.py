@@ -11,11 +11,22 @@ from loco.outer import alpha_at, k_at, k_of_site
 
 def test_k_falls_geometrically_and_then_stays() -> None:
     codec = CodecConfig(k=64, k_start=1024, k_ramp_rounds=4)
-    assert [k_at(codec, round_) for round_ in range(6)] == [1024, 512, 256, 128, 64, 64]
+    assert [k_at(codec, round_, 6) for round_ in range(6)] == [1024, 512, 256, 128, 64, 64]
 
 
 def test_k_without_a_ramp() -> None:
-    assert {k_at(CodecConfig(k=32), round_) for round_ in range(3)} == {32}
+    assert {k_at(CodecConfig(k=32), round_, 3) for round_ in range(3)} == {32}
+
+
+def test_k_of_the_last_rounds() -> None:
+    codec = CodecConfig(k=64, k_end=2048, k_end_rounds=2)
+    assert [k_at(codec, round_, 5) for round_ in range(6)] == [64, 64, 64, 2048, 2048, 2048]
+
+
+def test_the_end_wins_over_a_ramp_that_reaches_it() -> None:
+    codec = CodecConfig(k=64, k_start=1024, k_ramp_rounds=4, k_end=300, k_end_rounds=3)
+    assert [k_at(codec, round_, 5) for round_ in range(5)] == [1024, 512, 300, 300, 300]
+    assert {k_at(codec, round_, 2) for round_ in range(2)} == {300}, "a run of two rounds"
 
 
 def test_many_sites_share_what_a_few_would_send() -> None:
