@@ -24,11 +24,11 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from benchmarks.methods import METHODS, MODELS, Method, changed, config_of
+from benchmarks.methods import METHODS, MODELS, Data, Method, changed, config_of
 from benchmarks.simulation import Round, Simulation, all_reduce_bytes, total_steps
 from benchmarks.torchft_diloco import torchft_run
 from loco.config import Config
@@ -66,9 +66,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; runs in it are done")
     parser.add_argument("--method", nargs="+", default=["sparseloco"], choices=METHODS)
     parser.add_argument("--model", default="demo", choices=MODELS)
-    parser.add_argument("--data", default="eras", choices=("eras", "iid"), help="of the sites")
+    parser.add_argument("--data", default="eras", choices=get_args(Data), help="of the sites")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--sites", type=int, default=2)
+    parser.add_argument("--sites", type=int, default=2, help="3 for domains")
     parser.add_argument("--rounds", type=int, help="instead of the preset's")
     parser.add_argument("--steps", type=int, help="inner steps of the whole run, whatever H is")
     parser.add_argument(
@@ -91,7 +91,7 @@ def grid(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Config
             METHODS[name],
             model=arguments.model,
             sites=arguments.sites,
-            iid=arguments.data == "iid",
+            data=arguments.data,
             rounds=arguments.rounds,
             seed=seed,
         )
@@ -163,9 +163,18 @@ def simulated_run(config: Config, method: Method) -> dict[str, Any]:
         "times_smaller_up_last_round": dense / traces["bytes_up"][-1],
         "last_round": asdict(rounds[-1]),
         "theta_digest": theta_digest(chunk_hashes(simulation.theta)),
+        **of_each_part(simulation),
         "cpu_seconds": round(time.process_time() - started, 1),
         "traces": traces,
     }
+
+
+def of_each_part(simulation: Simulation) -> dict[str, Any]:
+    """Loss of theta on what is held out of each site's corpus; eras have that in common."""
+    corpora = simulation.config.data.sites.values()
+    if all(corpus.startswith("sotu") for corpus in corpora):
+        return {}
+    return {"val_bpb_parts": {Path(name).stem: simulation.evaluate(name) for name in corpora}}
 
 
 def real_run(config: Config) -> dict[str, Any]:

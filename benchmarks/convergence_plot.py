@@ -161,7 +161,7 @@ def round_seconds(run: Run, mbit: float) -> list[float]:
         exchange = times * all_reduce_seconds(run["sites"], mbit)
         return [run["inner_steps"] * STEP_SECONDS + exchange] * run["rounds"]
     base = config_of(
-        method, model=run["model"], sites=run["sites"], iid=False, rounds=run["rounds"], seed=0
+        method, model=run["model"], sites=run["sites"], data="eras", rounds=run["rounds"], seed=0
     )
     config = changed(base, run["changes"])
     outer = config.outer

@@ -12,8 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from benchmarks import domains
 from loco.config import Config
 from loco.demo.config import DemoOptions, demo_config
+from loco.errors import ConfigError
+
+Data = Literal["eras", "iid", "domains"]
+"""Of a site: an era of the speeches, all of them, or one domain of three."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "small": {
@@ -113,12 +118,13 @@ METHODS: dict[str, Method] = {
 
 
 def config_of(
-    method: Method, *, model: str, sites: int, iid: bool, rounds: int | None, seed: int
+    method: Method, *, model: str, sites: int, data: Data, rounds: int | None, seed: int
 ) -> Config:
-    """The config of one run. With `iid` every site draws from the whole corpus, else from an era.
+    """The config of one run.
 
     Raises:
-        ConfigError: `sites` is out of the demo's range.
+        ConfigError: `sites` is out of the demo's range, or not the number of domains.
+        DataError: a domain's text is missing and its package is not installed.
     """
     options = DemoOptions(
         algorithm="sparseloco",
@@ -130,9 +136,23 @@ def config_of(
     )
     base, _ = demo_config(options)
     changes = MODELS[model] | {"inner.lr": method.lr[model]} | method.changes
-    if iid:
+    if data == "iid":
         changes |= {"data.sites": dict.fromkeys(base.data.sites, base.data.corpus)}
+    elif data == "domains":
+        changes |= {
+            "data.sites": one_domain_each(list(base.data.sites)),
+            "data.corpus": str(domains.DIRECTORY),
+        }
     return changed(base, changes)
+
+
+def one_domain_each(sites: list[str]) -> dict[str, str]:
+    """Corpora by name of the site; ConfigError unless there are as many sites as domains."""
+    if len(sites) != len(domains.DOMAINS):
+        raise ConfigError(
+            f"{len(sites)} sites cannot have one domain each: use --sites {len(domains.DOMAINS)}"
+        )
+    return dict(zip(sites, map(str, domains.make()), strict=True))
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:

@@ -97,7 +97,7 @@ def runs_of(arguments: argparse.Namespace) -> Iterator[Lockstep]:
 
 
 def config_of_run(method: str, rounds: int, seed: int, delay: int) -> Config:
-    base = config_of(METHODS[method], model="small", sites=2, iid=False, rounds=rounds, seed=seed)
+    base = config_of(METHODS[method], model="small", sites=2, data="eras", rounds=rounds, seed=seed)
     few_tokens = {"model.seq_len": 64, "data.batch": 4}
     return changed(base, {**few_tokens, "outer.delay_steps": delay})
 

@@ -135,11 +135,7 @@ class Simulation:
         self._ef = [np.zeros_like(self.theta) for _ in self._sites]
         self._residual = np.zeros_like(self.theta)
         self._momentum = np.zeros_like(self.theta)
-        self._held_out = validation_windows(
-            load_tokens(config.data.corpus, "validation"),
-            seq_len=config.model.seq_len,
-            count=config.eval.sequences,
-        )
+        self._held_out = self._windows(config.data.corpus)
 
     def rounds(self) -> Iterator[Round]:
         """Train round by round; after the last one the sites hold the final theta."""
@@ -185,14 +181,23 @@ class Simulation:
                 support_overlap=support_overlap([encoded.indices for encoded in sent]),
             )
 
-    def evaluate(self) -> float:
-        """Bits per byte of theta on the held-out text."""
+    def evaluate(self, corpus: str | None = None) -> float:
+        """Bits per byte of theta on the run's held-out text, or on what is held out of `corpus`."""
+        windows = self._held_out if corpus is None else self._windows(corpus)
         site = self._sites[0]
         replica = pack(site.model, self.layout)
         site.write(self.theta, self.layout)
-        measured = bits_per_byte(*evaluate(site.model, self._held_out))
+        measured = bits_per_byte(*evaluate(site.model, windows))
         site.write(replica, self.layout)
         return measured
+
+    def _windows(self, corpus: str) -> torch.Tensor:
+        """Held-out text of a corpus.  # [eval.sequences, seq_len + 1] int64"""
+        return validation_windows(
+            load_tokens(corpus, "validation"),
+            seq_len=self._config.model.seq_len,
+            count=self._config.eval.sequences,
+        )
 
     @property
     def config(self) -> Config:

@@ -26,7 +26,7 @@ SMALLEST = {
 
 
 def config_of_method(name: str, **changes: Any) -> Config:
-    base = config_of(METHODS[name], model="small", sites=2, iid=False, rounds=2, seed=0)
+    base = config_of(METHODS[name], model="small", sites=2, data="eras", rounds=2, seed=0)
     return changed(base, SMALLEST | changes)
 
 
@@ -49,7 +49,7 @@ def test_data_parallel_sends_a_rings_bytes_in_every_step() -> None:
 
 
 def test_the_key_of_a_run_tells_methods_apart_and_forgets_defaults() -> None:
-    shape: dict[str, Any] = {"model": "small", "sites": 2, "iid": False, "rounds": 60, "seed": 0}
+    shape: dict[str, Any] = {"model": "small", "sites": 2, "data": "eras", "rounds": 60, "seed": 0}
     configs = {name: config_of(method, **shape) for name, method in METHODS.items()}
     keys = {name: key_of(METHODS[name], config) for name, config in configs.items()}
     assert len(set(keys.values())) == len(METHODS)
