@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.simulation import Array, Simulation
-from loco import codec
+from benchmarks.simulation import Array, Contribution, Simulation
 from loco.config import Config, parse_config, preset_text
 
 KEPT_ROUNDS = (1, 10, 20, 39, 40)  # two in a row, to compare supports; k is 64 from round 30 on
@@ -28,12 +27,13 @@ class Recorder(Simulation):
         super().__init__(config)
         self.a: Array = np.zeros_like(self.theta)
 
-    def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
-        encoded = super()._encode(index, round_)
+    def _encode(self, index: int, round_: int) -> Contribution:
+        sent = super()._encode(index, round_)
         if index == 0:
             self.a = self._ef[0].copy()
-            encoded.undo(self.a)
-        return encoded
+            for here, encoded in sent.parts:
+                encoded.undo(self.a[here])
+        return sent
 
 
 def main() -> None:

@@ -9,6 +9,10 @@
 Every combination of method (benchmarks/methods.py), seed and varied keys runs once; a combination
 whose line is in the file already is skipped. Sites are simulated in this process, on one thread,
 by the code of a real run (benchmarks/simulation.py); `real` and torchft's DiLoCo run in processes.
+On a GPU, models and batches lie there (nobody has run this on one yet):
+
+    python -m benchmarks.convergence --out build/runs.jsonl --model 125m --device cuda \\
+        --steps 3000 --data domains --sites 3 --method ddp localsgd diloco kept-5 sparseloco
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import itertools
 import json
 import resource
 import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -35,6 +40,7 @@ from loco.config import Config
 from loco.demo.report import ProgressView
 from loco.demo.run import run_processes
 from loco.digest import chunk_hashes, theta_digest
+from loco.errors import ConfigError
 
 TRACES = ("train_bpb", "bytes_up", "bytes_down", "ef_norm", "support_overlap")
 DIGITS = 6  # significant ones of a trace: what a plot can show
@@ -42,13 +48,21 @@ DIGITS = 6  # significant ones of a trace: what a plot can show
 
 def main() -> None:
     arguments = parse_arguments()
+    try:
+        run_grid(arguments)
+    except ConfigError as error:
+        sys.exit(f"benchmarks.convergence: {error}")
+
+
+def run_grid(arguments: argparse.Namespace) -> None:
+    """Make every run that is not in the file yet."""
     torch.set_num_threads(1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.touch()
     for label, config in grid(arguments):
         if label["key"] in keys_in(arguments.out):  # another process may have made it meanwhile
             continue
-        result = label | run(config, METHODS[label["method"]])
+        result = label | run(config, METHODS[label["method"]], arguments.device)
         with arguments.out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(summary(result), flush=True)
@@ -69,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", default="eras", choices=get_args(Data), help="of the sites")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--sites", type=int, default=2, help="3 for domains")
+    parser.add_argument("--device", default="cpu", help="of simulated sites, for example cuda")
     parser.add_argument("--rounds", type=int, help="instead of the preset's")
     parser.add_argument("--steps", type=int, help="inner steps of the whole run, whatever H is")
     parser.add_argument(
@@ -118,12 +133,17 @@ def key_of(method: Method, config: Config) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def run(config: Config, method: Method) -> dict[str, Any]:
-    """One run: loss, bytes, and what happened in each round."""
+def run(config: Config, method: Method, device: str = "cpu") -> dict[str, Any]:
+    """One run: loss, bytes, and what happened in each round.
+
+    Raises:
+        ConfigError: torch has no such device, or the method runs in processes, on CPUs.
+    """
+    check_device(device, method)
     commit = ["git", "describe", "--always", "--dirty"]
     runners = {"torchft": torchft_run, "processes": real_run}
     runner = runners.get(method.runner)
-    found = runner(config) if runner else simulated_run(config, method)
+    found = runner(config) if runner else simulated_run(config, method, device)
     return {
         "rounds": config.run.rounds,
         "inner_steps": config.inner.steps,
@@ -135,10 +155,29 @@ def run(config: Config, method: Method) -> dict[str, Any]:
     }
 
 
-def simulated_run(config: Config, method: Method) -> dict[str, Any]:
+def check_device(device: str, method: Method) -> None:
+    """ConfigError unless a run of the method can be on `device`."""
+    if device == "cpu":
+        return
+    if method.runner in ("torchft", "processes"):
+        raise ConfigError(
+            f"--device {device} is for simulated sites, {method.title!r} runs processes on CPUs: "
+            "leave it out, or choose other methods"
+        )
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"--device {device} cannot be used here, use cpu, or cuda where torch finds a GPU: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def simulated_run(config: Config, method: Method, device: str = "cpu") -> dict[str, Any]:
     """Train in this process."""
     started = time.process_time()
-    simulation = Simulation(config, data_parallel=method.runner == "data_parallel")
+    data_parallel = method.runner == "data_parallel"
+    simulation = Simulation(config, data_parallel=data_parallel, device=device)
     losses = {0: simulation.evaluate()}
     rounds: list[Round] = []
     for done in simulation.rounds():

@@ -4,7 +4,7 @@ All start from the tiny preset with AdamW and dense synchronisation inside the s
 outer loop is what differs; only `scape` and `preset` have the preset's own inner optimizer. Peak
 learning rates: what was searched for the small model is in
 docs/results/convergence_cpu_2026-11-30.md, for the demo's in docs/lab-log.md. The 3m model, twice
-as wide, has half of those.
+as wide, has half of those; the 125m model has its preset's, which nobody has searched.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.dim": 256, "model.num_heads": 8, "model.num_kv_heads": 4, "model.ffn_dim": 768,
         "data.batch": 2, "eval.every_rounds": 15,
     },
+    "125m": {
+        "model.dim": 768, "model.num_layers": 18, "model.num_heads": 12, "model.num_kv_heads": 4,
+        "model.ffn_dim": 2304, "model.seq_len": 512, "model.dtype": "bfloat16", "data.batch": 16,
+        "inner.warmup_steps": 200, "eval.every_rounds": 15,
+    },
 }  # fmt: skip
-"""Changes to the preset by name: 0.12, 0.82 and 3.2 million parameters. The simulation takes
-models of one cell, 4 Mi elements. The largest has a quarter of the others' tokens a step, so that
-a run is minutes of a core."""
+"""Changes to the preset by name: 0.12, 0.82, 3.2 and 124 million parameters. `3m` has a quarter of
+the tokens a step of smaller ones, so that a run is minutes of a core. `125m`, the preset of that
+name with shorter sequences, is for a GPU (`--device cuda`); none has run it."""
 
 NO_RAMP = {"codec.k_start": "none", "codec.k_ramp_rounds": 0}
 PAPER = {**NO_RAMP, "outer.beta": 0.95, "outer.alpha": 1.0}  # arXiv 2508.15706
@@ -63,11 +68,11 @@ class Method:
     runner: Literal["sites", "data_parallel", "torchft", "processes"] = "sites"
 
 
-SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3}
+SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 SCAPE_LR = {name: 2 * lr for name, lr in SPARSE_LR.items()}
-KEPT_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3}
-DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4}
-DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3}
+KEPT_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
+DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4, "125m": 4e-4}
+DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 
 METHODS: dict[str, Method] = {
     "ddp": Method(

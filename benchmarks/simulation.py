@@ -2,13 +2,15 @@
 
 Model, data, inner optimizer, codec and outer step are those that sites and coordinator use; what is
 missing is transport, time and failure. A site is simulated as one rank (the number of ranks changes
-neither its samples nor, up to rounding, its gradients). Sites take turns on one thread.
+neither its samples nor, up to rounding, its gradients). Sites take turns on one thread. Models and
+batches may lie on a GPU; theta, EF and the codec's work lie in host memory, as in a rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,7 @@ from loco.data import (
 )
 from loco.inner.build import build_inner, lr_at
 from loco.inner.groups import Group
-from loco.layout import CELL_CHUNKS, CHUNK, Layout
+from loco.layout import CHUNK, Layout, cells
 from loco.model import build_model, layout_of, pack, unpack
 from loco.outer import (
     Fragments,
@@ -62,6 +64,28 @@ class Round:
     """Share of the sent values whose position another site sent, too."""
 
 
+@dataclass(frozen=True)
+class Contribution:
+    """What one site sends in a round: of each cell its elements of theta, and what is encoded."""
+
+    parts: list[tuple[slice, codec.FeedbackEncoded]]
+
+    @property
+    def payload(self) -> bytes:
+        """One payload a cell, in order."""
+        return b"".join(part.payload for _, part in self.parts)
+
+    @cached_property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Elements of theta.  # [num_values]"""
+        return np.concatenate([part.indices + here.start for here, part in self.parts])
+
+    @property
+    def values(self) -> Array:
+        """v at `indices`.  # [num_values]"""
+        return np.concatenate([part.values for _, part in self.parts])
+
+
 class SimulatedSite:
     """One site with one rank: its replica, its inner optimizer and its data.
 
@@ -69,9 +93,10 @@ class SimulatedSite:
     sites, which average their gradients.
     """
 
-    def __init__(self, config: Config, streams: list[DataStream]) -> None:
+    def __init__(self, config: Config, streams: list[DataStream], device: str = "cpu") -> None:
         self._config = config
-        self.model = build_model(config.model, seed=config.run.seed)
+        self._device = torch.device(device)
+        self.model = build_model(config.model, seed=config.run.seed).to(self._device)
         self._inner = build_inner(config.inner, self.model, Group())
         self._streams = streams
         self._step = 0
@@ -83,14 +108,15 @@ class SimulatedSite:
             for group in self._inner.param_groups:
                 group["lr"] = lr_at(self._config.inner, step, total_steps(self._config))
             self._inner.zero_grad()
-            loss = self.model(*self.batch(step))
+            inputs, targets = (part.to(self._device) for part in self.batch(step))
+            loss = self.model(inputs, targets)
             loss.backward()
             self._inner.step()
             self.note(loss.item())
         self._step += num_steps
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of an inner step."""
+        """Inputs and targets of an inner step, in host memory."""
         inputs, targets = zip(*(stream.batch(step) for stream in self._streams), strict=True)
         return torch.cat(inputs), torch.cat(targets)
 
@@ -104,6 +130,10 @@ class SimulatedSite:
         self._nats.clear()
         return mean
 
+    def evaluate(self, windows: torch.Tensor) -> float:
+        """Bits per byte of the replica on windows [num, seq_len + 1] int64."""
+        return bits_per_byte(*evaluate(self.model, windows.to(self._device)))
+
     def write(self, flat: Array, layout: Layout) -> None:
         """Overwrite the replica from a padded buffer."""
         with torch.no_grad():
@@ -116,19 +146,24 @@ class Simulation:
 
     With `exact_downlink` the update is sent as whole numbers instead of a few bits each. With
     `data_parallel` the sites of the config share one replica and average gradients in every step,
-    on the samples that each would have taken alone.
+    on the samples that each would have taken alone. `device` is where models train.
     """
 
     def __init__(
-        self, config: Config, *, exact_downlink: bool = False, data_parallel: bool = False
+        self,
+        config: Config,
+        *,
+        exact_downlink: bool = False,
+        data_parallel: bool = False,
+        device: str = "cpu",
     ) -> None:
         self._config = config
         self._exact_downlink = exact_downlink
         streams = streams_of(config)
         groups = [streams] if data_parallel else [[stream] for stream in streams]
-        self._sites = [SimulatedSite(config, group) for group in groups]
+        self._sites = [SimulatedSite(config, group, device) for group in groups]
         self.layout: Layout = layout_of(self._sites[0].model)
-        assert self.layout.num_chunks <= CELL_CHUNKS, "the simulation handles models of one cell"
+        self._cells = list(cells(range(self.layout.num_chunks)))
         self._fragments = Fragments(config.outer, self.layout)
         self._turns = num_turns(config.outer)
         self.theta: Array = pack(self._sites[0].model, self.layout)
@@ -187,7 +222,7 @@ class Simulation:
         site = self._sites[0]
         replica = pack(site.model, self.layout)
         site.write(self.theta, self.layout)
-        measured = bits_per_byte(*evaluate(site.model, windows))
+        measured = site.evaluate(windows)
         site.write(replica, self.layout)
         return measured
 
@@ -234,9 +269,7 @@ class Simulation:
         rules = rules_at(self._config.outer, self._config.codec, round_)
         return own_step(rules, alpha_at(self._config.outer, round_), len(self._sites))
 
-    def _anticipate(
-        self, index: int, anchor: Array, sent: codec.FeedbackEncoded, step: float
-    ) -> Array:
+    def _anticipate(self, index: int, anchor: Array, sent: Contribution, step: float) -> Array:
         """The site goes on from its start less step * v, which is its anchor from then on."""
         guess = self._start(index).copy()
         guess[sent.indices] -= np.float32(step) * sent.values
@@ -251,13 +284,34 @@ class Simulation:
             return moved
         return np.where(target == anchor, params, moved)
 
-    def _encode(self, index: int, round_: int) -> codec.FeedbackEncoded:
+    def _encode(self, index: int, round_: int) -> Contribution:
+        params, active = pack(self._sites[index].model, self.layout), self._active(round_)
+        return Contribution(
+            [
+                (
+                    here,
+                    self._encode_cell(
+                        round_, here, params[here], self._ef[index][here], active[rows]
+                    ),
+                )
+                for rows, here in self._slices()
+            ]
+        )
+
+    def _encode_cell(
+        self,
+        round_: int,
+        here: slice,
+        params: Array,
+        error_feedback: Array,
+        active: npt.NDArray[np.bool_],
+    ) -> codec.FeedbackEncoded:
         rules = rules_at(self._config.outer, self._config.codec, round_)
         return codec.encode_fragment(
-            self.theta,
-            pack(self._sites[index].model, self.layout),
-            self._ef[index],
-            active=self._active(round_),
+            self.theta[here],
+            params,
+            error_feedback,
+            active=active,
             beta=self._config.outer.beta,
             k=k_of_site(
                 rules.k or k_at(self._config.codec, round_, self._config.run.rounds),
@@ -267,7 +321,13 @@ class Simulation:
             bits=rules.bits,
         )
 
+    def _slices(self) -> Iterator[tuple[slice, slice]]:
+        """Of each cell the rows and the elements."""
+        for cell in self._cells:
+            yield slice(cell.start, cell.stop), slice(cell.start * CHUNK, cell.stop * CHUNK)
+
     def _outer_step(self, round_: int, payloads: list[bytes]) -> bytes:
+        """The update, one payload a cell, of the sites' contributions; theta follows it."""
         own = rules_at(self._config.outer, self._config.codec, round_)
         rules = OuterRules(
             aggregation=own.aggregation,
@@ -275,17 +335,37 @@ class Simulation:
             momentum=self._config.outer.momentum,
             bits=32 if self._exact_downlink else own.bits,
         )
-        size, weight = self.theta.size, 1 / len(payloads)
-        return outer_step(
-            rules,
-            [
-                Piece(start=0, num_elements=size, weight=weight, scale=1.0, payload=payload)
-                for payload in payloads
-            ],
-            theta=self.theta,
-            residual=self._residual,
-            momentum=self._momentum,
+        weight = 1 / len(payloads)
+        of_cells = zip(*map(split_payloads, payloads), strict=True)
+        return b"".join(
+            outer_step(
+                rules,
+                [
+                    Piece(
+                        start=0,
+                        num_elements=here.stop - here.start,
+                        weight=weight,
+                        scale=1.0,
+                        payload=payload,
+                    )
+                    for payload in of_sites
+                ],
+                theta=self.theta[here],
+                residual=self._residual[here],
+                momentum=self._momentum[here],
+            )
+            for (_, here), of_sites in zip(self._slices(), of_cells, strict=True)
         )
+
+
+def split_payloads(contribution: bytes) -> list[bytes]:
+    """The payloads that follow one another, one a cell."""
+    found, at = [], 0
+    while at < len(contribution):
+        length = codec.payload_length(contribution[at : at + codec.HEADER_BYTES])
+        found.append(contribution[at : at + length])
+        at += length
+    return found
 
 
 def streams_of(config: Config) -> list[DataStream]:

@@ -27,6 +27,7 @@ from coordinator.events import RoundCommitted, ShardStored
 from coordinator.store import Store
 from loco.config import Config
 from loco.digest import chunk_hashes, theta_digest
+from loco.layout import cells
 from loco.model import build_model, layout_of, pack
 from worker import lanes
 
@@ -112,6 +113,24 @@ def test_two_sites_do_what_the_simulation_does(
             life.finishes()
         assert digests(coordinator) == simulated(config)
         assert sorted(cursors(coordinator)) == sorted(2 * [H * (r + 1) for r in range(ROUNDS)])
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_model_of_more_than_one_cell_too(tmp_path: Path, delay: int) -> None:
+    """4.6 million elements, two payloads a contribution; what stands in theta is of both."""
+    raw = config_of_run(delay, sites=("oslo", "paris"), outer=KEPT).model_dump()
+    raw["model"] |= {"dim": 512, "num_heads": 8, "num_kv_heads": 2, "ffn_dim": 1024}
+    raw["model"] |= {"num_layers": 2, "seq_len": 16}
+    raw["data"]["batch"] = 1
+    raw["run"]["rounds"] = 2
+    config = Config.model_validate(raw)
+    layout = layout_of(build_model(config.model, seed=0))
+    assert [len(cell) for cell in cells(range(layout.num_chunks))] == [1024, 101]
+    with run_of(tmp_path / "state", config) as coordinator:
+        lives = [Life(coordinator.address, site) for site in SITES]
+        for life in lives:
+            life.finishes()
+        assert digests(coordinator) == simulated(config)
 
 
 def test_inner_steps_go_on_while_a_contribution_is_on_its_way(tmp_path: Path) -> None:
