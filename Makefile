@@ -2,9 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Real servers and a real browser for tests/deploy and tests/observability.
+# Real servers and a real browser for tests/deploy and tests/observability; text for benchmarks/.
 PACKAGES := prometheus chromium chromium-driver fonts-dejavu-core iproute2 nftables \
-	shellcheck systemd slurmctld slurmd slurm-client munge
+	shellcheck systemd slurmctld slurmd slurm-client munge python3-doc
 GENERATED := loco/wire/v1
 PROTO := proto/loco/wire/v1/coordinator.proto
 MEMBERS := docs/results/torchft_members_cpu_$(shell date +%F).jsonl

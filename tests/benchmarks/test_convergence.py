@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.convergence import key_of, simulated_run
+from benchmarks.convergence import check_device, key_of, simulated_run
 from benchmarks.convergence_tables import Setting, settings
 from benchmarks.evidence import GRIDS
 from benchmarks.methods import METHODS, changed, config_of
 from benchmarks.simulation import all_reduce_bytes
 from benchmarks.torchft_diloco import torchft_run
-from loco.config import Config
+from loco.config import Config, parse_config, preset_text
+from loco.errors import ConfigError
 
 SMALLEST = {
     "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1,
@@ -84,3 +86,22 @@ def test_bytes_are_counted_against_gradients_in_every_step() -> None:
 def test_evidence_asks_for_methods_that_there_are() -> None:
     words = {word for line in GRIDS for word in line.split("--method")[1].split("--")[0].split()}
     assert words <= METHODS.keys()
+
+
+def test_a_device_for_a_method_that_runs_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--device cuda is for simulated sites"):
+        check_device("cuda", METHODS["torchft-diloco"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+def test_a_device_that_is_not_there_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"--device cuda: torch .* finds no GPU here"):
+        check_device("cuda", METHODS["kept"])
+
+
+def test_the_largest_model_is_the_preset_of_that_name() -> None:
+    """But for the length of sequences, which its tokens a step do not need."""
+    ours = config_of(METHODS["kept"], model="125m", sites=2, data="eras", rounds=1, seed=0).model
+    preset = parse_config(preset_text("125m"), source="125m").model
+    theirs = preset.model_copy(update={"seq_len": ours.seq_len, "tie_embeddings": True})
+    assert ours == theirs
