@@ -31,6 +31,7 @@ from loco.inner.groups import Group
 from loco.layout import CHUNK, Layout, cells
 from loco.model import build_model, layout_of, pack, unpack
 from loco.outer import (
+    GUESS_AFTER_STEPS,
     Fragments,
     OuterRules,
     Piece,
@@ -190,13 +191,14 @@ class Simulation:
             sent = [self._encode(index, round_) for index in range(len(self._sites))]
             last = round_ + 1 == self._config.run.rounds
             ahead = 0 if last else self._config.outer.delay_steps
-            step = self._own_step(round_) if ahead else 0.0
+            step = self._own_step(round_) if ahead > GUESS_AFTER_STEPS else 0.0
             if step:
+                yield GUESS_AFTER_STEPS
                 anchors = [
                     self._anticipate(index, anchor, encoded, step)
                     for index, (anchor, encoded) in enumerate(zip(anchors, sent, strict=True))
                 ]
-            yield ahead
+            yield ahead - (GUESS_AFTER_STEPS if step else 0)
             update = self._outer_step(round_, [encoded.payload for encoded in sent])
             for index, anchor in enumerate(anchors):
                 replica = start = self._start(index)
@@ -270,7 +272,10 @@ class Simulation:
         return own_step(rules, alpha_at(self._config.outer, round_), len(self._sites))
 
     def _anticipate(self, index: int, anchor: Array, sent: Contribution, step: float) -> Array:
-        """The site goes on from its start less step * v, which is its anchor from then on."""
+        """The site goes on from its start less step * v, which is its anchor from then on.
+
+        The steps since the exchange, made while it encoded, come on top.
+        """
         guess = self._start(index).copy()
         guess[sent.indices] -= np.float32(step) * sent.values
         self._sites[index].write(self._merged(index, anchor, guess), self.layout)

@@ -29,6 +29,7 @@ from loco.errors import NonFiniteError
 from loco.layout import CHUNK, Layout, cells
 from loco.outer import Fragments, apply_update, num_turns, rules_at
 from worker.lanes import num_parts
+from worker.parameters import Parameters
 from worker.site import Site
 
 Made = Callable[[int, bytes], None]
@@ -63,8 +64,6 @@ class Staged:
     """Those shards that this rank can upload."""
     ef_norm_sq: float
     """Sum of squares of EF = a - v on this rank's rows."""
-    parts: Sequence[tuple[slice, codec.FeedbackEncoded]]
-    """v, by elements of this rank's rows."""
     keep: Callable[[], None]
     """Makes EF = a - v final, until the coordinator decides."""
 
@@ -122,8 +121,7 @@ class Exchange:
         self._site = site
         self._layout = layout
         self._fragments = Fragments(config.outer, layout)
-        self._turns = num_turns(config.outer)
-        self._parameters = dict(model.named_parameters())
+        self._parameters = Parameters(site, model, layout, in_turns=num_turns(config.outer) > 1)
         self.rows = layout.shard(site.rank, site.num_ranks)
         of_a_rank = contribution_bytes(config, layout) // site.num_ranks
         site.shards_a_rank = num_parts(of_a_rank, site.num_ranks)
@@ -168,7 +166,7 @@ class Exchange:
         return OuterState(
             theta=torch.from_numpy(self._theta[here]),
             error_feedback=torch.from_numpy(self._ef[here]),
-            params=torch.from_numpy(self._read_rows(np.zeros_like(self._theta))[here]),
+            params=torch.from_numpy(self._parameters.read(np.zeros_like(self._theta))[here]),
         )
 
     def restore(self, state: OuterState, round_: int) -> None:
@@ -177,7 +175,7 @@ class Exchange:
         self._ef[:] = state.error_feedback.numpy()
         self._sent = None
         self._anchor = self._start()
-        self._write_rows(state.params.numpy())
+        self._parameters.write(state.params.numpy())
         self.round = round_
 
     def _set_theta(self, theta: npt.NDArray[np.float32]) -> None:
@@ -200,39 +198,26 @@ class Exchange:
         """
         start = self._start()
         if keep_progress and self._anchor is self._guess:
-            self._correct(start)
+            # In memory that the next update will overwrite: fresh memory costs more than the rest.
+            other = self._spare_theta.view(np.bool_)[: len(start)]
+            self._parameters.overwrite(start, np.not_equal(start, self._guess, out=other))
         elif keep_progress:
-            self._move_to(start)
+            self._parameters.move(self._anchor, start)
         else:
-            self._write_rows(start)
+            self._parameters.write(start)
         self._anchor = start
 
-    def anticipate(self, staged: Staged, own_step: float) -> None:
+    def anticipate(self) -> None:
         """The replica goes on from its start less own_step * v, with the steps since `capture`.
 
-        After `keep`. That is where the update will lead as far as this site can know: what is
-        missing are the values of others. Inner steps until it comes are then made where blocking
-        would make them, and not at the end of the site's own path, of which theta takes few
-        coordinates.
+        After `keep`, of what `encode` was told an own_step for. That is where the update will lead
+        as far as this site can know: what is missing are the values of others. Inner steps until it
+        comes are then made where blocking would make them, and not at the end of the site's own
+        path, of which theta takes few coordinates.
         """
         assert self._anchor is not self._guess, "anticipated already"
-        np.copyto(self._guess, self._start())
-        for here, encoded in staged.parts:
-            self._guess[here][encoded.indices] -= np.float32(own_step) * encoded.values
-        self._move_to(self._guess)
+        self._parameters.move(self._anchor, self._guess)
         self._anchor = self._guess
-
-    def _correct(self, start: npt.NDArray[np.float32]) -> None:
-        """params <- start where that is not the guess, equally on all ranks."""
-        if self._site.group.size == 1:
-            to, guess = torch.from_numpy(start), torch.from_numpy(self._guess)
-            with torch.no_grad():
-                for p, here in self._whole_parameters():
-                    then, now = (b[here].view(p.shape).to(p.device) for b in (guess, to))
-                    p.copy_(torch.where(now == then, p, now))
-            return
-        params = self._read_rows(np.zeros_like(self._theta))
-        self._write_rows(np.where(start == self._guess, params, start))
 
     def _start(self) -> npt.NDArray[np.float32]:
         """From where the replica goes on: theta, or theta - EF where it keeps what is unsent."""
@@ -241,39 +226,40 @@ class Exchange:
         self._starts.reverse()  # the anchor may still be the other one
         return np.subtract(self._theta, self._ef, out=self._starts[0])
 
-    def _move_to(self, target: npt.NDArray[np.float32]) -> None:
-        """params <- target + (params - anchor), for these rows, equally on all ranks.
-
-        Where rounds exchange fragments, exactly params where target is anchor.
-        """
-        if self._site.group.size == 1:
-            self._move_parameters(target)
-            return
-        params = self._read_rows(np.zeros_like(self._theta))
-        moved = (params - self._anchor) + target
-        if self._turns > 1:
-            moved = np.where(target == self._anchor, params, moved)
-        self._write_rows(moved)
+    def _guess_from(
+        self,
+        error_feedback: npt.NDArray[np.float32],
+        parts: Sequence[tuple[slice, codec.FeedbackEncoded]],
+        own_step: float,
+    ) -> None:
+        """The guess of `anticipate`, from EF = a - v and v."""
+        guess = self._guess
+        if self._config.outer.unsent == "feedback":
+            np.copyto(guess, self._theta)
+        else:
+            np.subtract(self._theta, error_feedback, out=guess)
+        for here, encoded in parts:
+            guess[here][encoded.indices] -= np.float32(own_step) * encoded.values
 
     def write_theta(self) -> None:
         """Overwrite the replica with theta as the run has it, equally on all ranks."""
-        self._write_rows(self._theta)
+        self._parameters.write(self._theta)
 
     @contextmanager
     def theta_in_model(self) -> Iterator[None]:
         """Within it the replica holds theta without this site's progress since."""
-        params = self._read_rows(np.zeros_like(self._theta))
+        params = self._parameters.read(np.zeros_like(self._theta))
         self.write_theta()
         try:
             yield
         finally:
-            self._write_rows(params)
+            self._parameters.write(params)
 
     def read(self) -> npt.NDArray[np.float32]:
         """A copy of this rank's rows of the replica, [rows * 4096], for `capture`."""
         if self._anchor is self._spare_params:  # captured, and not yet given back by an update
-            return self._read_rows(np.zeros_like(self._theta))
-        return self._read_rows(self._spare_params)
+            return self._parameters.read(np.zeros_like(self._theta))
+        return self._parameters.read(self._spare_params)
 
     def capture(self, params: npt.NDArray[np.float32]) -> None:
         """The pseudo-gradient is measured at what `read` gave; inner steps may go on.
@@ -285,10 +271,11 @@ class Exchange:
         params.reshape(-1, CHUNK)[idle] = self._anchor.reshape(-1, CHUNK)[idle]
         self._anchor = params
 
-    def encode(self, k: int, made: Made | None = None) -> Staged:
+    def encode(self, k: int, *, own_step: float = 0.0, made: Made | None = None) -> Staged:
         """This rank's shards of the contribution that `capture` began: one payload a cell.
 
-        Each is given to `made` as soon as it is complete; the next ones are encoded meanwhile.
+        Each is given to `made` as soon as it is complete; the next ones are encoded meanwhile. With
+        `own_step` it also makes the guess for `anticipate`.
 
         Raises:
             NonFiniteError: names the tensor; EF is as it was.
@@ -304,11 +291,13 @@ class Exchange:
                 made(shard, shards[shard])
             parts += encoded
         norm_sq = sum(encoded.norm_sq for _, encoded in parts)
+        if own_step:
+            self._guess_from(self._ef, parts, own_step)
 
         def keep() -> None:
             self._sent = Sent(self.round, parts)
 
-        return Staged(shards=shards, ef_norm_sq=norm_sq, parts=parts, keep=keep)
+        return Staged(shards=shards, ef_norm_sq=norm_sq, keep=keep)
 
     def _encode_rows(
         self, rows: range, error_feedback: npt.NDArray[np.float32], k: int
@@ -426,49 +415,9 @@ class Exchange:
         originals = [part.originals for _, part in self._sent.parts]
         return np.concatenate(places).astype(np.int64), np.concatenate(originals)
 
-    # --- rows of the replica --------------------------------------------------------------------
-
     def _slice(self, rows: range) -> slice:
         first = self.rows.start
         return slice((rows.start - first) * CHUNK, (rows.stop - first) * CHUNK)
-
-    def _write_rows(self, rows: npt.NDArray[np.float32]) -> None:
-        """Every rank's rows into the replica, equally on all ranks."""
-        whole = torch.from_numpy(rows)
-        if self._site.group.size > 1:
-            whole = self._site.gather_rows(whole, self._layout)
-        with torch.no_grad():
-            for parameter, here in self._whole_parameters():
-                parameter.copy_(whole[here].view(parameter.shape))
-
-    def _move_parameters(self, target: npt.NDArray[np.float32]) -> None:
-        """`_move_to` in place, where this rank holds all rows; fresh memory is one tensor's."""
-        to, anchor = torch.from_numpy(target), torch.from_numpy(self._anchor)
-        with torch.no_grad():
-            for parameter, here in self._whole_parameters():
-                shape, device = parameter.shape, parameter.device
-                then, now = (b[here].view(shape).to(device) for b in (anchor, to))
-                if self._turns == 1:
-                    parameter.sub_(then).add_(now)
-                else:
-                    moved = (parameter - then).add_(now)
-                    parameter.copy_(torch.where(now == then, parameter, moved))
-
-    def _whole_parameters(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Each trainable parameter, and its elements of the padded buffer."""
-        for p in self._layout.parameters:
-            yield self._parameters[p.name], slice(p.start, p.start + p.numel)
-
-    def _read_rows(self, out: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """This rank's rows of the parameters, copied to `out`, whose padding is zero."""
-        rows = torch.from_numpy(out)
-        first, last = self.rows.start * CHUNK, self.rows.stop * CHUNK
-        for p in self._layout.parameters:
-            begin, end = max(p.start, first), min(p.start + p.numel, last)
-            if begin < end:
-                flat = self._parameters[p.name].detach().reshape(-1)
-                rows[begin - first : end - first].copy_(flat[begin - p.start : end - p.start])
-        return out
 
     def _check_finite(self) -> None:
         """NonFiniteError unless the captured params are finite."""

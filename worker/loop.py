@@ -14,7 +14,7 @@ from loco.config import config_from_json
 from loco.digest import bytes_digest
 from loco.errors import LocoError, NonFiniteError, RefusedError
 from loco.model import layout_of
-from loco.outer import num_turns
+from loco.outer import GUESS_AFTER_STEPS, num_turns
 from loco.wire.blocks import is_sound
 from loco.wire.v1 import coordinator_pb2 as pb
 from worker.elastic.replica import WorkerReplica
@@ -195,14 +195,22 @@ class Worker(Entry):
                 beat.train_bits_per_byte = local.train_bits_per_byte
 
     def _encode(self, contribution: Contribution, k: int, *, push: bool) -> None:
-        """The shards of a contribution, and with a delay the guess where theta will go."""
+        """The shards of a contribution, and with a delay the guess where theta will go.
+
+        Inner steps go on beside it until the guess is due. With `push` the upload of each shard
+        begins as soon as it is there.
+        """
 
         def begin(shard: int, body: bytes) -> None:
             self._session.begin_push(contribution.header_of(shard), body)
 
-        made = begin if push and self._site.shards_a_rank > 1 else None
+        guesses, made = self._guesses(), begin if push else None
+        own_step = self._at.plan.own_step if guesses else 0.0
         with self._pulse.phase(pb.SITE_PHASE_ENCODE):
-            staged = self._meanwhile.do(lambda: self._exchange.encode(k, made))
+            staged = self._meanwhile.do(
+                lambda: self._exchange.encode(k, own_step=own_step, made=made)
+            )
+        self._train_ahead(self._delay_left())
         sums = self._site.sum(
             staged.ef_norm_sq,
             self._session.retries,
@@ -214,8 +222,8 @@ class Worker(Entry):
             staged.keep()
             self._at.pending = replace(contribution, shards=staged.shards)
             self._at.waited_before = self._meanwhile.waited_seconds
-            if self._delay_left() and self._at.plan.own_step:
-                self._exchange.anticipate(staged, self._at.plan.own_step)
+            if guesses:
+                self._exchange.anticipate()
             self._report(contribution, *sums)
 
         self._site.transition(keep)
@@ -323,15 +331,24 @@ class Worker(Entry):
     def _delay_left(self) -> int:
         """Inner steps still to make before the update of the exchange in flight is applied.
 
-        None before it is encoded, where that shows the way: encoding takes a part of a step's time,
-        and a step from where the site stands is as good as lost (docs/results/overlap_*.md).
+        Or, while it is encoded, before the site goes on from its guess of the update.
         """
-        plan, pending = self._at.plan, self._at.pending
-        last = plan.first_step + plan.inner_steps >= plan.total_steps
-        encoding = pending is not None and not pending.shards
-        if not self._at.in_flight or last or (encoding and plan.own_step):
+        if not self._delays():
             return 0
-        return max(0, self._config.outer.delay_steps - self._trainer.local_steps)
+        encoding = self._at.pending is not None and not self._at.pending.shards
+        due = GUESS_AFTER_STEPS if encoding and self._guesses() else self._config.outer.delay_steps
+        return max(0, due - self._trainer.local_steps)
+
+    def _delays(self) -> bool:
+        """Whether an exchange is in flight whose update comes some steps later."""
+        plan = self._at.plan
+        last = plan.first_step + plan.inner_steps >= plan.total_steps
+        return self._at.in_flight and not last
+
+    def _guesses(self) -> bool:
+        """Whether the site goes on from its guess of the update in flight until that comes."""
+        long_enough = self._config.outer.delay_steps > GUESS_AFTER_STEPS
+        return self._delays() and long_enough and self._at.plan.own_step > 0
 
     def _train_ahead(self, num_steps: int) -> None:
         """Inner steps that belong to the round after this one."""
@@ -385,7 +402,7 @@ class Worker(Entry):
         self._train_ahead(self._delay_left())
         waited = self._meanwhile.waited_seconds - self._at.waited_before
         delay = self._config.outer.delay_steps
-        if self._at.in_flight and delay and waited > SAY_WAITED_SECONDS and self._site.leads:
+        if self._delays() and delay and waited > SAY_WAITED_SECONDS and self._site.leads:
             log.warning(
                 "waited %.1f s for the update of round %d: the exchange takes longer than "
                 "outer.delay_steps = %d inner steps",

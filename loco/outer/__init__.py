@@ -1,10 +1,11 @@
 """The outer step: how contributions become an update, and how an update changes theta."""
 
 from loco.outer.fragments import FragmentRules, Fragments, num_turns, rules_at
-from loco.outer.schedule import alpha_at, k_at, k_of_site, own_step
+from loco.outer.schedule import GUESS_AFTER_STEPS, alpha_at, k_at, k_of_site, own_step
 from loco.outer.step import OuterRules, Piece, apply_update, outer_step
 
 __all__ = [
+    "GUESS_AFTER_STEPS",
     "FragmentRules",
     "Fragments",
     "OuterRules",

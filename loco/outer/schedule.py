@@ -48,6 +48,11 @@ def k_of_site(k: int, k_sites: int, num_sites: int) -> int:
     return max(1, round(k * min(1.0, k_sites / num_sites)))
 
 
+GUESS_AFTER_STEPS = 1
+"""Inner steps of a delay that a site makes before it goes on from its guess of the update: behind
+them its contribution is encoded, which shows the guess. A shorter delay has no guess."""
+
+
 def own_step(rules: FragmentRules, alpha: float, num_sites: int) -> float:
     """By how much of its own values a site may expect an update to move theta; 0: no guess.
 

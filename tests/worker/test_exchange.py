@@ -220,9 +220,9 @@ def test_a_site_goes_on_from_its_guess_of_the_update(
     if steps_before:
         train(model, 1)
     before = pack(model, layout) - at_exchange
-    staged = exchange.encode(K)
+    staged = exchange.encode(K, own_step=float(own_step))
     staged.keep()
-    exchange.anticipate(staged, float(own_step))
+    exchange.anticipate()
     guess = theta - own_step * decoded(staged.shards[0], layout.num_elements)
     np.testing.assert_allclose(pack(model, layout), guess + before, rtol=0, atol=1e-6)
     if not steps_before:
@@ -282,9 +282,9 @@ def test_a_rank_that_is_healed_while_it_waits_knows_what_it_guessed() -> None:
     layout = layout_of(models[0])
     train(models[0], 0)
     exchanges[0].capture(exchanges[0].read())
-    staged = exchanges[0].encode(K)
+    staged = exchanges[0].encode(K, own_step=1.0)
     staged.keep()
-    exchanges[0].anticipate(staged, 1.0)
+    exchanges[0].anticipate()
     train(models[0], 1)
     models[1].load_state_dict(models[0].state_dict())
     exchanges[1].take(*exchanges[0].give())

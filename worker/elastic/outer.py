@@ -26,8 +26,17 @@ class ReplicatedExchange(Exchange):
         super().__init__(config, Site(site.device, Group(alone=True)), model, layout)
         self._members = site
 
-    def encode(self, k: int, made: Made | None = None) -> Staged:
-        """All shards of the contribution; EF stays as it is until they are kept."""
+    def encode(
+        self,
+        k: int,
+        *,
+        own_step: float = 0.0,
+        made: Made | None = None,  # noqa: ARG002
+    ) -> Staged:
+        """All shards of the contribution; EF stays as it is until they are kept.
+
+        None is given to `made`: before they are kept, members may change, and who uploads which.
+        """
         self._check_finite()
         error_feedback = self._ef.copy()
         shards, parts = {}, []
@@ -35,13 +44,13 @@ class ReplicatedExchange(Exchange):
             rows = self._layout.shard(shard, self._members.num_shards)
             encoded = self._encode_rows(rows, error_feedback, k)
             shards[shard] = b"".join(part.payload for _, part in encoded)
-            if made is not None:
-                made(shard, shards[shard])
             parts += encoded
         norm_sq = sum(part.norm_sq for _, part in parts) / self._members.num_ranks
+        if own_step:
+            self._guess_from(error_feedback, parts, own_step)
 
         def keep() -> None:
             self._ef = error_feedback
             self._sent = Sent(self.round, parts)
 
-        return Staged(shards=shards, ef_norm_sq=norm_sq, parts=parts, keep=keep)
+        return Staged(shards=shards, ef_norm_sq=norm_sq, keep=keep)
