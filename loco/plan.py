@@ -32,6 +32,9 @@ ENVELOPE_BYTES = 110  # an upload's header, counted at a coordinator's transport
 FIRST_WINDOW_BYTES = 14_600  # TCP's first flight: ten segments (RFC 6928)
 ROUND_TRIPS = 1  # upload, and the update in answer; a large update is pulled: one more
 CONGESTION = ("cubic", "bbr")
+HANDOVER_STEPS = 3
+"""Of a delay: the training thread takes up what has come (acknowledgement, directive, theta) at the
+end of an inner step."""
 TARGET = 0.95  # utilisation that advice aims at
 MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
 
@@ -193,9 +196,9 @@ def predict(setting: Setting) -> Prediction:
     longest = max(parts, key=parts.__getitem__)
 
     def waiting(delay_steps: int) -> float:
-        """What of the exchange so many inner steps do not hide: they begin when it is encoded."""
-        first = encode if delay_steps and setting.bits != DENSE_BITS else 0.0
-        return first + max(0.0, exchange - first - delay_steps * setting.step_seconds)
+        """What of the exchange so many inner steps do not hide."""
+        steps_left = delay_steps - HANDOVER_STEPS
+        return min(exchange, max(0.0, exchange - steps_left * setting.step_seconds))
 
     waits = waiting(setting.delay_steps)
     utilisation = compute / (compute + waits)
@@ -283,12 +286,10 @@ def advice(setting: Setting) -> list[str]:
     if now.utilisation >= TARGET:
         return [_room(setting)]
     lines = []
-    hides = math.ceil((now.exchange_seconds - now.encode_seconds) / setting.step_seconds)
+    hides = math.ceil(now.exchange_seconds / setting.step_seconds) + HANDOVER_STEPS
     if hides <= setting.inner_steps:
-        lines.append(
-            f"outer.delay_steps = {hides} hides the exchange behind inner steps, but for encoding"
-        )
-    left = now.exchange_seconds - setting.delay_steps * setting.step_seconds
+        lines.append(f"outer.delay_steps = {hides} hides the exchange behind inner steps")
+    left = now.round_seconds - now.compute_seconds
     steps = math.ceil(left * TARGET / (1 - TARGET) / setting.step_seconds)
     if steps <= MAX_STEPS:
         lines.append(f"inner.steps = {steps} makes it {TARGET:.0%}: the exchange comes less often")

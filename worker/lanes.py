@@ -122,8 +122,10 @@ class Lanes:
 
     def _take(self) -> Link:
         with self._lock:
-            if self._free:
-                return self._free.pop(0)
+            if self._free:  # the oldest: one that has rested for long begins slowly again
+                link = min(self._free, key=[self.first, *self._others].index)
+                self._free.remove(link)
+                return link
             link = Link(self._address, self._access, _OWN_CONNECTION)
             self._others.append(link)
             return link
