@@ -162,7 +162,7 @@ def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
     assert p.exchange_seconds == pytest.approx(sum(parts))
     assert p.utilisation == p.utilisation_blocking
     assert p.utilisation == pytest.approx(60 / (60 + p.exchange_seconds))
-    assert p.utilisation_overlapped == pytest.approx(60 / (60 + p.encode_seconds))
+    assert p.utilisation_overlapped == 1.0
     assert p.bound_by == "coordinator"
 
 
@@ -191,13 +191,25 @@ def test_the_coordinators_link_is_shared_by_all_sites() -> None:
     assert shared.down_seconds == pytest.approx(2 * alone.down_seconds)
 
 
+def test_a_delay_hides_the_exchange_less_the_ends_of_inner_steps_at_which_it_goes_on() -> None:
+    """Against arithmetic: nothing at 3 steps and below, then a step more for each."""
+    setting = replace(SETTING, up_mbit=1.0, down_mbit=1.0, step_seconds=0.1)
+    waits = [
+        p.round_seconds - p.compute_seconds
+        for p in (predict(replace(setting, delay_steps=d)) for d in (0, 3, 5, 30))
+    ]
+    exchange = predict(setting).exchange_seconds
+    assert 0.2 < exchange < 2.7
+    assert waits == pytest.approx([exchange, exchange, exchange - 0.2, 0.0])
+
+
 def test_who_follows_the_advice_reaches_what_it_says() -> None:
     thin = replace(SETTING, up_mbit=1.0, down_mbit=1.0, step_seconds=0.1)
     assert predict(thin).utilisation < 0.95
     delay, steps, one_bit, half_k = advice(thin)
     hides = int(delay.split("=")[1].split()[0])
     hidden = predict(replace(thin, delay_steps=hides))
-    assert hidden.round_seconds == pytest.approx(hidden.compute_seconds + hidden.encode_seconds)
+    assert hidden.round_seconds == hidden.compute_seconds
     one_less = predict(replace(thin, delay_steps=hides - 1))
     assert one_less.round_seconds > hidden.round_seconds
     number = int(steps.split("=")[1].split()[0])
