@@ -3,40 +3,68 @@
 A model of a million parameters and a batch of a few hundred tokens leave a core half idle when
 sites take turns; as batched products twenty of them take little more than half the time. The
 equations are those of `SimulatedSite`; sums have another order, so results agree up to rounding.
+The sites of several runs, too: they need only make the same number of steps with the same rates.
 Shape suffixes: R sites, T tokens (sequences times positions), D model width, and those of
 `loco.model.llama`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks.simulation import SimulatedSite, Simulation, total_steps
+from benchmarks.simulation import Round, SimulatedSite, Simulation, total_steps
 from loco.config import Config
 from loco.inner.build import lr_at
 from loco.model.llama import NORM_EPS, rotary_tables, rotate
 
 
-class FleetSimulation(Simulation):
-    """A simulation whose sites make their inner steps together; dense AdamW inside the sites."""
+class Lockstep:
+    """A simulation whose inner steps somebody else makes."""
 
-    def __init__(self, config: Config, *, exact_downlink: bool = False) -> None:
-        super().__init__(config, exact_downlink=exact_downlink)
-        assert config.inner.sync == "dense"
-        assert config.inner.optimizer == "adamw"
-        assert config.model.tie_embeddings
-        self._fleet = Fleet(config, self._sites)
+    def __init__(self, simulation: Simulation, label: dict[str, Any]) -> None:
+        self.simulation = simulation
+        self.label = label
+        self.rounds: list[Round] = []
+        """Those that are over."""
+        self._life = simulation.life()
+        self.over = False
+        self.due = 0
+        """Inner steps until something else happens."""
+        self.go_on(0)
 
-    def _train(self, num_steps: int) -> None:
-        self._fleet.train(num_steps)
+    def go_on(self, steps: int) -> None:
+        """So many inner steps are made."""
+        self.due -= steps
+        while not self.due and not self.over:
+            happens: int | Round | None = next(self._life, None)
+            self.over = happens is None
+            self.due = happens if isinstance(happens, int) else 0
+            if isinstance(happens, Round):
+                self.rounds.append(happens)
+
+
+def train(runs: list[Lockstep]) -> None:
+    """All runs to their end; they share schedules, and differ in when and what they exchange."""
+    sites = [site for run in runs for site in run.simulation.sites]
+    fleet = Fleet(runs[0].simulation.config, sites)
+    while going := [run for run in runs if not run.over]:
+        steps = min(run.due for run in going)
+        fleet.train(steps)
+        for run in going:
+            run.go_on(steps)
 
 
 class Fleet:
-    """The replicas of all sites, and their optimizers' state."""
+    """The replicas of all sites, and their optimizers' state; dense AdamW inside the sites."""
 
     def __init__(self, config: Config, sites: list[SimulatedSite]) -> None:
+        assert config.inner.sync == "dense"
+        assert config.inner.optimizer == "adamw"
+        assert config.model.tie_embeddings
         self._config = config
         self._sites = sites
         self._rotary = rotary_tables(config.model)

@@ -15,14 +15,13 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.fleet import Fleet
+from benchmarks.fleet import Lockstep, train
 from benchmarks.methods import METHODS, changed, config_of
-from benchmarks.simulation import Round, Simulation
+from benchmarks.simulation import Simulation
 from loco import codec
 from loco.config import Config
 
@@ -34,27 +33,6 @@ class Blind(Simulation):
 
     def _own_step(self, _round: int) -> float:
         return 0.0
-
-
-class Lockstep:
-    """A simulation whose inner steps somebody else makes."""
-
-    def __init__(self, simulation: Simulation, label: dict[str, Any]) -> None:
-        self.simulation = simulation
-        self.label = label
-        self._life = simulation.life()
-        self.over = False
-        self.due = 0
-        """Inner steps until something else happens."""
-        self.go_on(0)
-
-    def go_on(self, steps: int) -> None:
-        """So many inner steps are made."""
-        self.due -= steps
-        while not self.due and not self.over:
-            happens: int | Round | None = next(self._life, None)
-            self.over = happens is None
-            self.due = happens if isinstance(happens, int) else 0
 
 
 def main() -> None:
@@ -111,17 +89,6 @@ def disturbed(simulation: Simulation, seed: int) -> Simulation:
     for site in simulation.sites:
         site.write(simulation.theta, simulation.layout)
     return simulation
-
-
-def train(runs: list[Lockstep]) -> None:
-    """All runs to their end; they share schedules, and differ in when they exchange."""
-    sites = [site for run in runs for site in run.simulation.sites]
-    fleet = Fleet(runs[0].simulation.config, sites)
-    while going := [run for run in runs if not run.over]:
-        steps = min(run.due for run in going)
-        fleet.train(steps)
-        for run in going:
-            run.go_on(steps)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import overlap
-from benchmarks.fleet import FleetSimulation
+from benchmarks.fleet import Lockstep, train
 from benchmarks.simulation import Simulation
 from loco.config import Config
 
@@ -38,13 +38,14 @@ def test_a_fleet_trains_as_its_sites_would_alone(delay: int) -> None:
     config = config_of_run(
         outer={"aggregation": "mean", "beta": 0.0, "delay_steps": delay}, codec={"bits": 32}
     )
-    alone, fleet = Simulation(config), FleetSimulation(config)
+    alone, fleet = Simulation(config), Lockstep(Simulation(config), {})
     start = alone.theta.copy()
-    for one, other in zip(alone.rounds(), fleet.rounds(), strict=True):
+    train([fleet])
+    for one, other in zip(alone.rounds(), fleet.rounds, strict=True):
         assert other.train_bpb == pytest.approx(one.train_bpb, rel=1e-5)
-        np.testing.assert_allclose(fleet.theta, alone.theta, atol=2e-6)
+    np.testing.assert_allclose(fleet.simulation.theta, alone.theta, atol=2e-6)
     assert np.abs(alone.theta - start).max() > 1e-3
-    assert fleet.evaluate() == pytest.approx(alone.evaluate(), rel=1e-5)
+    assert fleet.simulation.evaluate() == pytest.approx(alone.evaluate(), rel=1e-5)
 
 
 def test_runs_in_lockstep_end_as_each_would_alone() -> None:
@@ -54,9 +55,9 @@ def test_runs_in_lockstep_end_as_each_would_alone() -> None:
         config_of_run(outer={"aggregation": "mean", "beta": 0.0, "delay_steps": delay}, **dense)
         for delay in (0, 2, 4)
     ]
-    runs = [overlap.Lockstep(Simulation(config), {}) for config in configs]
-    runs.append(overlap.Lockstep(overlap.disturbed(Simulation(configs[0]), 1), {}))
-    overlap.train(runs)
+    runs = [Lockstep(Simulation(config), {}) for config in configs]
+    runs.append(Lockstep(overlap.disturbed(Simulation(configs[0]), 1), {}))
+    train(runs)
     alone = [Simulation(config) for config in configs]
     for simulation in alone:
         assert len(list(simulation.rounds())) == 3
@@ -70,7 +71,7 @@ def test_runs_in_lockstep_end_as_each_would_alone() -> None:
 def test_an_exact_downlink_moves_theta_by_the_mean_of_what_was_sent() -> None:
     """The coded one by something near it; the first contributions of both are the same."""
     config = config_of_run(codec={"k": 32, "k_sites": 3})
-    coded, exact = FleetSimulation(config), FleetSimulation(config, exact_downlink=True)
+    coded, exact = Simulation(config), Simulation(config, exact_downlink=True)
     start = coded.theta.copy()
     few, many = next(coded.rounds()), next(exact.rounds())
     assert few.bytes_up == many.bytes_up
