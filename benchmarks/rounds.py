@@ -28,6 +28,7 @@ from benchmarks.rounds_run import (
     CoordinatorProcess,
     LightSite,
     random_body,
+    read_run,
     together,
     zero_body,
 )
@@ -73,22 +74,14 @@ def members(coordinator: CoordinatorProcess, count: int, bodies: str) -> list[Li
     config, layout = read_run(coordinator)
     sites = []
     for i in range(count):
-        body = zero_body(layout, config) if bodies == "zero" else random_body(layout, config, i)
+        body = (
+            zero_body(layout, config)
+            if bodies == "zero"
+            else random_body(layout, config.codec.k, config.codec.bits, i)
+        )
         sites.append(LightSite(coordinator.address, f"site-{i:02}", body))
         sites[-1].join(layout)
     return sites
-
-
-def read_run(coordinator: CoordinatorProcess) -> tuple[Any, Any]:
-    """Config and layout, from a state directory that a coordinator may be using."""
-    from coordinator.journal import Journal
-    from loco.config import config_from_json
-    from loco.layout import Layout
-
-    journal = Journal(coordinator.state / "journal.sqlite")
-    facts = journal.facts()
-    journal.close()
-    return config_from_json(facts["config"]), Layout.from_json(facts["layout"])
 
 
 # --- coming back --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""A real coordinator process and sites that cost nothing, for benchmarks.rounds.
+"""A real coordinator process and sites that cost nothing, for benchmarks.rounds and .scaling_run.
 
 The sites speak through `worker.session` and hold no theta: they believe each digest that the
-coordinator announces, and send the same shard in every round.
+coordinator announces, fetch the update and forget it, and send the same shard in every round.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import numpy as np
 import tomli_w
 from prometheus_client import CollectorRegistry
 
+from coordinator.journal import Journal
 from loco import codec
-from loco.config import Config
+from loco.config import Config, config_from_json
 from loco.digest import bytes_digest
 from loco.errors import RefusedError
 from loco.layout import CHUNK, Layout, cells
 from loco.metrics import Catalogue, WireMetrics
+from loco.wire.access import Access, Link
 from loco.wire.blocks import make_block
 from loco.wire.protocol import BLOCK_BYTES, CHANNEL_OPTIONS, PROTOCOL_VERSION
 from loco.wire.v1 import coordinator_pb2 as pb
@@ -39,9 +41,20 @@ _POLL_SECONDS = 0.002
 
 
 class CoordinatorProcess:
-    """`loco coordinator` on one state directory and port; started as often as wanted."""
+    """`loco coordinator` on one state directory and port; started as often as wanted.
 
-    def __init__(self, directory: Path, raw: dict[str, dict[str, Any]]) -> None:
+    With `bundle`, that of a coordinator, it speaks TLS, and `access` is with what it is asked.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        raw: dict[str, dict[str, Any]],
+        bundle: Path | None = None,
+        access: Access | None = None,
+    ) -> None:
+        self._bundle = bundle
+        self._access = access or Access()
         self.state = directory / "state"
         self.log = directory / "coordinator.log"
         self._config = directory / "run.toml"
@@ -60,6 +73,8 @@ class CoordinatorProcess:
         """Start it; seconds from the start of the process to its first answer."""
         command = [sys.executable, "-m", "loco", "coordinator", str(self._config)]
         flags = ["--state", str(self.state), "--listen", self.address]
+        if self._bundle is not None:
+            flags += ["--bundle", str(self._bundle)]
         began = time.monotonic()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
@@ -78,10 +93,10 @@ class CoordinatorProcess:
                 break
             except OSError:
                 time.sleep(_POLL_SECONDS)
-        with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-            stub = pb_grpc.CoordinatorServiceStub(channel)
-            request = pb.GetRunRequest(protocol_version=PROTOCOL_VERSION)
-            stub.GetRun(request, timeout=PATIENCE_SECONDS, wait_for_ready=True)
+        link = Link(self.address, self._access)
+        request = pb.GetRunRequest(protocol_version=PROTOCOL_VERSION)
+        link.stub.GetRun(request, timeout=PATIENCE_SECONDS, wait_for_ready=True)
+        link.close()
 
     def stop(self) -> None:
         """SIGTERM, and wait."""
@@ -113,17 +128,18 @@ class CoordinatorProcess:
 class LightSite:
     """One site of one rank that contributes `body` to every round that asks it."""
 
-    def __init__(self, address: str, name: str, body: bytes) -> None:
+    def __init__(self, address: str, name: str, body: bytes, access: Access | None = None) -> None:
         self.name = name
-        self.session = Session(
-            address, name, PATIENCE_SECONDS, WireMetrics(Catalogue(CollectorRegistry()))
-        )
+        wire = WireMetrics(Catalogue(CollectorRegistry()))
+        self.session = Session(address, name, PATIENCE_SECONDS, wire, access)
         self.body = body
         self.pause = 0.0
         """Seconds before each contribution, in the place of inner steps."""
         self.pushed_at: dict[int, float] = {}
         self.updated_at: dict[int, float] = {}
         """By round: when its contribution began to be sent, and when its update was here."""
+        self.update_bytes = 0
+        """Of the update that came last."""
         self.round = 0
         self._digest = ""
         self.refused = 0
@@ -145,12 +161,25 @@ class LightSite:
             if answer.directive == pb.DIRECTIVE_TRAIN:
                 self._contribute(fault(self.round))
             elif answer.directive == pb.DIRECTIVE_UPDATE:
+                self.update_bytes = answer.update_bytes
+                if not answer.HasField("update"):
+                    self.session.pull(self.round, range(answer.update_bytes))
                 self.updated_at[self.round] = time.monotonic()
                 self.round, self._digest = self.round + 1, answer.theta_digest
                 if answer.HasField("next") and self.round < rounds:
                     self._contribute(fault(self.round))
             else:
                 raise RuntimeError(f"{self.name} at round {self.round} is told {answer}")
+
+    def is_asked(self) -> None:
+        """Wait until the round in progress wants a contribution; other sites must ask, too."""
+        answer = self.session.next_directive(self.round, self._digest)
+        if answer.directive != pb.DIRECTIVE_TRAIN:
+            raise RuntimeError(f"{self.name} at round {self.round} is told {answer}")
+
+    def contribute(self) -> None:
+        """After `is_asked`; returns when the contribution is acknowledged."""
+        self._contribute("")
 
     def _contribute(self, fault: str) -> None:
         if fault == "malformed":
@@ -205,6 +234,14 @@ class LightSite:
             time.sleep(0.05)
 
 
+def read_run(coordinator: CoordinatorProcess) -> tuple[Config, Layout]:
+    """Config and layout, from a state directory that a coordinator may be using."""
+    journal = Journal(coordinator.state / "journal.sqlite")
+    facts = journal.facts()
+    journal.close()
+    return config_from_json(facts["config"]), Layout.from_json(facts["layout"])
+
+
 def together(works: list[Callable[[], None]]) -> None:
     """Each in a thread of its own; raises the first error."""
     errors: list[BaseException] = []
@@ -224,13 +261,14 @@ def together(works: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def random_body(layout: Layout, config: Config, seed: int) -> bytes:
-    """A contribution of random values, as large as a real one."""
+def random_body(layout: Layout, k: int, bits: int, seed: int) -> bytes:
+    """A contribution of random values, as large as a real one; bits = 32 is dense."""
     rng = np.random.default_rng(seed)
     parts = []
     for cell in cells(range(layout.num_chunks)):
         values = 1e-3 * rng.standard_normal(len(cell) * CHUNK, dtype=np.float32)
-        parts.append(codec.encode(values, k=config.codec.k, bits=config.codec.bits).payload)
+        encoded = codec.encode_dense(values) if bits == 32 else codec.encode(values, k=k, bits=bits)
+        parts.append(encoded.payload)
     return b"".join(parts)
 
 
