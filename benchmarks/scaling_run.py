@@ -133,11 +133,15 @@ def measure_rounds(size: int, num_sites: int) -> dict[str, Any]:
         def go_to(last: int) -> None:
             together([partial(site.run, last) for site in sites])
 
+        def go_to_the_snapshot() -> None:
+            go_to(SNAPSHOT_EVERY)
+            served.saved(SNAPSHOT_EVERY)
+
         go_to(WARM_ROUNDS)
         began = time.monotonic()
         cpu = served.cpu_of(lambda: go_to(WARM_ROUNDS + ROUNDS)) / ROUNDS
         took = (time.monotonic() - began) / ROUNDS
-        with_snapshot = served.cpu_of(lambda: served.saved_after(partial(go_to, SNAPSHOT_EVERY)))
+        with_snapshot = served.cpu_of(go_to_the_snapshot)
         return {
             "params": served.layout.num_parameters,
             "sites": num_sites,
