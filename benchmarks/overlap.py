@@ -5,8 +5,9 @@
 
 One JSON line a run. The runs of all seeds and delays train in lockstep as one fleet
 (benchmarks/fleet.py), which takes a fourth of the time: a model of 0.12 million parameters (with
-`--model demo` 0.82), two sites, 256 tokens a step, H = 15, 60 rounds. `noise` is the control once more, from an initial theta
-that differs by a millionth. `--blind`: sites do not anticipate the update while they wait.
+`--model demo` 0.82), two sites, 256 tokens a step, H = 15, 60 rounds. `noise` is the control once
+more, from an initial theta that differs by a millionth. `--blind`: sites do not anticipate the
+update while they wait.
 """
 
 from __future__ import annotations

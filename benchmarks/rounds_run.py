@@ -37,6 +37,7 @@ from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 from worker.session import Session
 
 PATIENCE_SECONDS = 120.0
+START_SECONDS = 900.0  # to make the initial parameters of the largest model on a busy machine
 _POLL_SECONDS = 0.002
 
 
@@ -83,7 +84,7 @@ class CoordinatorProcess:
 
     def _wait_for_answer(self) -> None:
         """Connect as soon as somebody listens: gRPC's own pauses would count as well."""
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + START_SECONDS
         while True:
             assert self._process is not None
             if self._process.poll() is not None or time.monotonic() > until:

@@ -1,7 +1,7 @@
 """What a coordinator spends on large models and through TLS: the measurements of docs/scaling.md.
 
-    python -m benchmarks.scaling_run --out build/scaling.json          # ten minutes, 20 GB of disk
-    python -m benchmarks.scaling_run --out build/scaling.json --sizes 124 --sites 2    # a minute
+    python -m benchmarks.scaling_run --out build/scaling.jsonl          # ten minutes, 20 GB of disk
+    python -m benchmarks.scaling_run --out build/scaling.jsonl --sizes 124 --sites 2    # a minute
 
 A real coordinator process on loopback over mutual TLS; sites that speak the wire through the
 worker's own session, train nothing and hold no theta. Of a round: its CPU time, its memory and its
@@ -181,21 +181,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="one JSON object")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, a measurement each")
     parser.add_argument("--sizes", nargs="+", type=int, default=[124, 495], choices=MODELS)
     parser.add_argument("--sites", nargs="+", type=int, default=[2, 8])
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"load_average_before": os.getloadavg()[0], "rounds": []}
-    for size in arguments.sizes:
-        for sites in arguments.sites:
-            result["rounds"].append(measure_rounds(size, sites))
-            print(result["rounds"][-1], flush=True)
-    size = min(DENSE_SIZE, *arguments.sizes)
-    result["transport"] = [measure_transport(size, tls=tls) for tls in (False, True)]
-    print(result["transport"], flush=True)
-    result["load_average_after"] = os.getloadavg()[0]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    measures = [
+        partial(measure_rounds, size, sites)
+        for size in arguments.sizes
+        for sites in arguments.sites
+    ]
+    size = min(DENSE_SIZE, *arguments.sizes)
+    measures += [partial(measure_transport, size, tls=tls) for tls in (False, True)]
+    for measure in measures:
+        line = json.dumps({**measure(), "load_average": os.getloadavg()[0]})
+        print(line, flush=True)
+        with arguments.out.open("a") as file:
+            file.write(line + "\n")
 
 
 if __name__ == "__main__":
