@@ -107,36 +107,34 @@ def congestion(report: dict[str, Any]) -> str:
 def overlap_lines() -> list[str]:
     """What a delay costs: each run against the mean of its seed's two controls."""
     text = (RESULTS / "overlap_cpu_2026-11-30.jsonl").read_text(encoding="utf-8")
-    kinds: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
-    controls: dict[tuple[str, int], list[float]] = {}
+    kinds: dict[tuple[str, str, int, bool], list[dict[str, Any]]] = {}
+    controls: dict[tuple[str, str], dict[int, list[float]]] = {}
     for run in map(json.loads, text.splitlines()):
-        kinds.setdefault((run["method"], run["delay"], run["blind"]), []).append(run)
+        what = (run["method"], run.get("model", "small"))
+        kinds.setdefault((*what, run["delay"], run["blind"]), []).append(run)
         if run["delay"] == 0:
-            controls.setdefault((run["method"], run["seed"]), []).append(run["val_bpb_end"])
+            of_seed = controls.setdefault(what, {}).setdefault(run["seed"], [])
+            of_seed.append(run["val_bpb_end"])
     lines = [
-        "| recipe | delay | goes on from | seeds | bits per byte | against waiting |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| recipe | model | delay | goes on from | seeds | bits per byte | against waiting |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (method, delay, blind), runs in sorted(kinds.items()):
+    for (method, model, delay, blind), runs in sorted(kinds.items()):
         seeds = len({run["seed"] for run in runs})
         mean = statistics.fmean(run["val_bpb_end"] for run in runs)
+        alone = controls[method, model]
         if delay:
             way = "its own end" if blind else "its guess"
-            distance = _distance(runs, controls)
+            distance = _distance(runs, alone)
         else:
-            way = "theta"
-            pairs = [pair for (name, _), pair in controls.items() if name == method]
-            distance = f"a run alone: +- {_noise(pairs):.1%}"
-        lines.append(f"| {method} | {delay} | {way} | {seeds} | {mean:.4f} | {distance} |")
+            way, distance = "theta", f"a run alone: +- {_noise(list(alone.values())):.1%}"
+        lines.append(f"| {method} | {model} | {delay} | {way} | {seeds} | {mean:.4f} | {distance} |")
     return lines
 
 
-def _distance(runs: list[dict[str, Any]], controls: dict[tuple[str, int], list[float]]) -> str:
+def _distance(runs: list[dict[str, Any]], alone: dict[int, list[float]]) -> str:
     """Mean over seeds, and its standard error."""
-    ratios = [
-        run["val_bpb_end"] / statistics.fmean(controls[run["method"], run["seed"]]) - 1
-        for run in runs
-    ]
+    ratios = [run["val_bpb_end"] / statistics.fmean(alone[run["seed"]]) - 1 for run in runs]
     error = statistics.stdev(ratios) / math.sqrt(len(ratios))
     return f"{statistics.fmean(ratios):+.1%} +- {error:.1%}"
 

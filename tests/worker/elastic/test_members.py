@@ -99,7 +99,8 @@ def test_a_sleeper_is_left_out_and_comes_back_by_itself(tmp_path: Path, corpus: 
         stopped = time.monotonic()
         site.signal(2, signal.SIGSTOP)
         resumed = site.reach(5, 0, 1)
-        assert resumed.at - stopped < RANK_TIMEOUT + 1.5  # the ping on its way is waited for
+        # A ping that is on its way is waited for, too; and two cores may be busy.
+        assert resumed.at - stopped < 3 * RANK_TIMEOUT
         time.sleep(RANK_TIMEOUT)
         site.signal(2, signal.SIGCONT)
         site.reach(resumed.cursor, 0, 1, 2)
