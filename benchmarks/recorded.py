@@ -128,7 +128,9 @@ def overlap_lines() -> list[str]:
             distance = _distance(runs, alone)
         else:
             way, distance = "theta", f"a run alone: +- {_noise(list(alone.values())):.1%}"
-        lines.append(f"| {method} | {model} | {delay} | {way} | {seeds} | {mean:.4f} | {distance} |")
+        lines.append(
+            f"| {method} | {model} | {delay} | {way} | {seeds} | {mean:.4f} | {distance} |"
+        )
     return lines
 
 
