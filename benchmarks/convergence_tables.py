@@ -232,7 +232,9 @@ def of_any_interval() -> list[Setting]:
         run for run in load()
         if run["model"] == "small" and run["data"] == "eras" and run["sites"] == SITES
         and run["inner_steps"] * run["rounds"] == STEPS and set(run["changes"]) <= searched
-        and run["method"] in ("ddp", "localsgd", "diloco", "sparseloco", "recipe", "kept", "kept-5")
+        and run["method"] in (
+            "ddp", "localsgd", "diloco", "sparseloco", "recipe", "kept", "kept-5", "kept-end",
+        )
     ]  # fmt: skip
     return [setting for setting in settings(runs) if 0 in setting.losses]
 
@@ -255,11 +257,19 @@ def interval_table() -> list[str]:
         if theirs := dense.get(steps):
             common = len(ours.losses.keys() & theirs.losses.keys())
             lines.append(
-                f"| {steps} | {theirs.loss()} | {k} | {ours.loss()} | {ours.against(theirs)} "
+                f"| {steps} | {theirs.loss()} | {k}{end_of(ours)} | {ours.loss()} "
+                f"| {ours.against(theirs)} "
                 f"| {common} | {times(ours.fewer_than_ddp('up'))} "
                 f"| {times(ours.mean('times_smaller_up'))} |"
             )
     return lines
+
+
+def end_of(setting: Setting) -> str:
+    """The k of a method's last rounds, where it is another."""
+    changes = METHODS[setting.first["method"]].changes
+    k, rounds = (changes.get(f"codec.{key}") for key in ("k_end", "k_end_rounds"))
+    return f", the last {rounds} rounds {k}" if rounds else ""
 
 
 def first_loss(setting: Setting) -> float:

@@ -40,14 +40,20 @@ MODELS: dict[str, dict[str, Any]] = {
 the tokens a step of smaller ones, so that a run is minutes of a core. `125m`, the preset of that
 name with shorter sequences, is for a GPU (`--device cuda`); none has run it."""
 
-NO_RAMP = {"codec.k_start": "none", "codec.k_ramp_rounds": 0}
-PAPER = {**NO_RAMP, "outer.beta": 0.95, "outer.alpha": 1.0}  # arXiv 2508.15706
-RECIPE = {**NO_RAMP, "outer.beta": 0.8, "outer.alpha": 1.5}
+NO_RAMP = {
+    "codec.k": 64, "codec.k_start": "none", "codec.k_ramp_rounds": 0, "codec.k_end": "none",
+    "codec.k_end_rounds": 0,
+}  # fmt: skip
+PAPER = {  # arXiv 2508.15706
+    **NO_RAMP, "outer.unsent": "feedback", "outer.aggregation": "mean_contributors",
+    "outer.beta": 0.95, "outer.alpha": 1.0,
+}  # fmt: skip
+RECIPE = {**PAPER, "outer.beta": 0.8, "outer.alpha": 1.5}
 KEPT = {
     **NO_RAMP, "outer.unsent": "replica", "outer.beta": 0.0, "outer.aggregation": "mean",
-    "codec.k": 512,
+    "outer.alpha": 1.0, "codec.k": 512,
 }  # fmt: skip
-DENSE = {**NO_RAMP, "codec.bits": 32, "outer.beta": 0.0}
+DENSE = {**NO_RAMP, "codec.bits": 32, "outer.unsent": "feedback", "outer.beta": 0.0}
 AVERAGED = {**DENSE, "outer.aggregation": "mean", "outer.alpha": 1.0}
 NESTEROV = {
     **DENSE, "outer.aggregation": "nesterov", "outer.alpha": 0.7, "outer.momentum": 0.9,
@@ -96,6 +102,10 @@ METHODS: dict[str, Method] = {
     "kept-5": Method(
         title="SparseLoCo, replicas keep what is unsent, H = 5", lr=KEPT_LR,
         changes=KEPT | {"inner.steps": 5},
+    ),
+    "kept-end": Method(
+        title="replicas keep what is unsent, and hand it over at the end", lr=SPARSE_LR,
+        changes=KEPT | {"codec.k_end": 2048, "codec.k_end_rounds": 2},
     ),
     "real": Method(
         title="beta 0.8, alpha 1.5, real processes and sockets", lr=SPARSE_LR, changes=RECIPE,
