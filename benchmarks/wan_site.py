@@ -198,7 +198,7 @@ def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001
             paces[0].uploads.end(header.round, len(body))
             return answer
 
-        def pull(self, round_: int, span: range) -> bytes:
+        def pull(self, round_: int, span: range) -> memoryview:
             paces[0].downloads.begin(round_)
             data = super().pull(round_, span)
             paces[0].downloads.end(round_, len(data))

@@ -219,7 +219,7 @@ class Entry(ABC):
                 f"coordinator announced {digest[:16]}: a file of its state directory has changed"
             )
 
-    def _start_from(self, theta: bytes, round_: int, digest: str) -> None:
+    def _start_from(self, theta: bytes | memoryview, round_: int, digest: str) -> None:
         self._exchange.load(theta, round_)
         self._go_on_from_theta()
         self._report_theta(digest)

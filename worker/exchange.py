@@ -148,7 +148,7 @@ class Exchange:
         """Bytes of a snapshot that hold this rank's rows."""
         return range(self.rows.start * CHUNK * 4, self.rows.stop * CHUNK * 4)
 
-    def load(self, data: bytes, round_: int) -> None:
+    def load(self, data: bytes | memoryview, round_: int) -> None:
         """Take theta of this rank's rows from a snapshot; what EF held belongs to another theta."""
         self._set_theta(np.frombuffer(data, "<f4"))
         self.drop_unsent()
@@ -342,7 +342,7 @@ class Exchange:
         (total,) = self._site.sum(dropped)
         self.num_dropped = int(total)
 
-    def stage(self, update: bytes) -> NextTheta:
+    def stage(self, update: bytes | memoryview) -> NextTheta:
         """theta of the next round, which `apply` will put in force; valid until the next one.
 
         Raises:

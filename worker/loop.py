@@ -377,7 +377,7 @@ class Worker(Entry):
         if self._checkpoints and due:
             self._save_checkpoint()
 
-    def _stage(self, directive: pb.WaitRoundResponse, update: bytes) -> NextTheta:
+    def _stage(self, directive: pb.WaitRoundResponse, update: bytes | memoryview) -> NextTheta:
         """theta of the next round, if the update is the run's; while inner steps go on."""
         round_ = self._exchange.round
         if bytes_digest(update) != directive.update_digest:
@@ -451,14 +451,14 @@ class Worker(Entry):
             digest = self._at.theta_digest[:16]
             log.info("round %d: contribution %s; theta is now %s", before, fate, digest)
 
-    def _pull(self, directive: pb.WaitRoundResponse) -> bytes:
+    def _pull(self, directive: pb.WaitRoundResponse) -> bytes | memoryview:
         if directive.HasField("update") and is_sound(directive.update):
             return directive.update.data
         size, ranks = directive.update_bytes, self._site.num_ranks
         rank, round_ = self._site.rank, self._exchange.round
         span = range(rank * size // ranks, (rank + 1) * size // ranks)
         part = self._meanwhile.do(lambda: self._session.pull(round_, span), lets_in=True)
-        return b"".join(self._site.gather_bytes(part))
+        return self._site.gather_whole(part)
 
     def _evaluate_if_due(self) -> None:
         """Measure theta every so many rounds, and the final one."""

@@ -19,6 +19,7 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
 
 from loco.digest import bytes_digest
@@ -37,8 +38,8 @@ from loco.wire.protocol import (
 from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
-from worker.lanes import Lanes, Moved, cut
-from worker.stall import StalledError, Watch
+from worker.lanes import Lanes, Moved, num_parts
+from worker.stall import Motion, StalledError, Watch
 from worker.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ class Session:
             self._up.take(len(data))
             yield self._sent(pb.PushRequest(block=make_block(data)), "contribution")
 
-    def pull(self, round_: int, span: range) -> bytes:
+    def pull(self, round_: int, span: range) -> memoryview:
         """These bytes of the update that ends a round."""
 
         def ask(link: Link, part: range) -> _Stream:
@@ -306,7 +307,7 @@ class Session:
 
         return self._download(ask, span, "update")
 
-    def snapshot(self, round_: int, span: range) -> bytes:
+    def snapshot(self, round_: int, span: range) -> memoryview:
         """These bytes of theta at a snapshot's round."""
 
         def ask(link: Link, part: range) -> _Stream:
@@ -317,7 +318,7 @@ class Session:
 
         return self._download(ask, span, "snapshot")
 
-    def check_update(self, entry: pb.SignedEntry, round_: int, update: bytes) -> None:
+    def check_update(self, entry: pb.SignedEntry, round_: int, update: bytes | memoryview) -> None:
         """LocoError if these are not the bytes that the coordinator has signed."""
         fact = self._signed_fact(entry, "update", round_)
         if fact is not None and fact.sha256 != hashlib.sha256(update).hexdigest():
@@ -350,40 +351,56 @@ class Session:
 
     # --- plumbing -------------------------------------------------------------------------------
 
-    def _download(self, ask: Callable[[Link, range], _Stream], span: range, kind: str) -> bytes:
-        """Bytes of `span`, in parts side by side where it is long."""
-        return b"".join(
-            self._lanes.each(
-                lambda link, part: self._download_part(link, ask, part, kind),
-                cut(span, self._num_ranks),
-            )
-        )
+    def _download(
+        self, ask: Callable[[Link, range], _Stream], span: range, kind: str
+    ) -> memoryview:
+        """Bytes of `span`, in ranges side by side where it is long."""
+        # Not zeroed before: 134 MB would begin 50 ms later.
+        data = np.empty(len(span), np.uint8).data
+        motion = Motion()
 
-    def _download_part(
-        self, link: Link, ask: Callable[[Link, range], _Stream], part: range, kind: str
-    ) -> bytearray:
-        """After a broken connection it goes on where it stopped."""
-        data = bytearray()
+        def fetch(link: Link, part: range) -> None:
+            here = data[part.start - span.start : part.stop - span.start]
+            self._download_range(link, ask, part, here, kind, motion)
+
+        self._lanes.share(span, num_parts(len(span), self._num_ranks), fetch)
+        return data.toreadonly()
+
+    def _download_range(
+        self,
+        link: Link,
+        ask: Callable[[Link, range], _Stream],
+        part: range,
+        data: memoryview,
+        kind: str,
+        motion: Motion,
+    ) -> None:
+        """Fill `data`; after a broken connection it goes on where it stopped."""
+        come = 0
 
         def go_on() -> None:
-            if len(data) == len(part):
+            nonlocal come
+            if come == len(part):
                 return
-            self._resumed(len(data))
-            with Watch() as watch:
-                stream = ask(link, part[len(data) :])
+            self._resumed(come)
+            with Watch(motion) as watch:
+                stream = ask(link, part[come:])
                 watch.start(stream.cancel)
                 for response in stream:
                     watch.moved()
                     self._received(response, kind)
                     self._away_since = None
-                    if not is_sound(response.block):
+                    block = response.block.data
+                    if not is_sound(response.block) or come + len(block) > len(part):
                         raise DamagedBlockError(f"a block of the {kind} was damaged on the way")
-                    data.extend(response.block.data)
-                    self._down.take(len(response.block.data))  # what nobody reads is not sent
+                    data[come : come + len(block)] = block
+                    come += len(block)
+                    self._down.take(len(block))  # what nobody reads is not sent
+            if come < len(part):
+                raise DamagedBlockError(f"{len(part) - come} bytes of the {kind} did not come")
 
         with self.down.moving(len(part)):
             self._patiently(go_on)
-        return data
 
     def _call(
         self,

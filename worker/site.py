@@ -101,7 +101,7 @@ class Site:
         """Apply another change that all ranks have prepared."""
         apply()
 
-    def fetch(self, span: range, fetch: Callable[[range], bytes]) -> bytes:
+    def fetch(self, span: range, fetch: Callable[[range], memoryview]) -> bytes | memoryview:
         """The bytes of `span` that this rank needs, by `fetch`."""
         return self.together(lambda: fetch(span))
 
@@ -132,10 +132,14 @@ class Site:
         mine = self.together(work if self.leads else bytes)
         return self.gather_bytes(mine)[0]
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def gather_whole(self, part: bytes | memoryview) -> bytes | memoryview:
+        """Every rank's part, one behind the other; that of a rank alone is not copied."""
+        return part if self.group.size == 1 else b"".join(self.gather_bytes(part))
+
+    def gather_bytes(self, data: bytes | memoryview) -> list[bytes]:
         """What every rank gave, in order of rank; lengths may differ."""
         if self.group.size == 1:
-            return [data]
+            return [bytes(data)]
         lengths = self._gather(torch.tensor([len(data)], dtype=torch.int64)).view(-1)
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         if data:

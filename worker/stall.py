@@ -7,6 +7,7 @@ moves no bytes.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -17,28 +18,37 @@ class StalledError(Exception):
     """Nothing moved for too long; the transfer goes on from where it stood."""
 
 
-class Watch:
-    """Cancels a call when nothing has `moved` for `STALL_SECONDS`; the block then raises."""
+class Motion:
+    """When a block has last come or gone, of all calls that share a line."""
 
-    def __init__(self) -> None:
-        self._moved = threading.Event()
-        self._over = False
+    at = 0.0
+
+
+class Watch:
+    """Cancels a call when nothing has moved for `STALL_SECONDS`; the block then raises.
+
+    Calls that share a `motion` move while one of them does: on a slow line they take turns.
+    """
+
+    def __init__(self, motion: Motion | None = None) -> None:
+        self._motion = motion or Motion()
+        self._over = threading.Event()
         self._stalled = False
 
     def start(self, cancel: Callable[[], object]) -> None:
         """Watch from now on."""
+        self.moved()
         self._thread = threading.Thread(target=self._watch, args=(cancel,), daemon=True)
         self._thread.start()
 
     def moved(self) -> None:
         """A block has come or gone."""
-        self._moved.set()
+        self._motion.at = time.monotonic()
 
     def _watch(self, cancel: Callable[[], object]) -> None:
-        while self._moved.wait(STALL_SECONDS):
-            if self._over:
+        while (left := self._motion.at + STALL_SECONDS - time.monotonic()) > 0:
+            if self._over.wait(left):
                 return
-            self._moved.clear()
         self._stalled = True
         cancel()
 
@@ -51,7 +61,6 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over = True
-        self._moved.set()
+        self._over.set()
         if self._stalled and error is not None:
             raise StalledError(f"nothing moved for {STALL_SECONDS:.0f} s") from error

@@ -75,7 +75,7 @@ def outer_step(
 
 
 def apply_update(
-    theta: Array, payload: bytes, *, cell_elements: int | None = None, start: int = 0
+    theta: Array, payload: bytes | memoryview, *, cell_elements: int | None = None, start: int = 0
 ) -> None:
     """theta <- theta - d; the same arithmetic at the coordinator and every site.
 

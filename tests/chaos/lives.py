@@ -44,7 +44,7 @@ class _MortalSession(Session):
         self._moment("after push", header.round)
         return answer
 
-    def pull(self, round_: int, span: range) -> bytes:
+    def pull(self, round_: int, span: range) -> memoryview:
         self._moment("before pull", round_)
         data = super().pull(round_, span)
         self._moment("after pull", round_)

@@ -19,10 +19,13 @@ import numpy as np
 import pytest
 from chaos.numpy_site import NumpySite
 from chaos.proxy import Direction, Proxy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.live import Coordinator, coordinating, eventually, refusal
 from support.runs import config_of, create_store
 
 from coordinator import upload
+from loco.errors import UnreachableError
 from loco.layout import Layout
 from loco.wire.blocks import make_block
 from loco.wire.protocol import BLOCK_BYTES
@@ -36,6 +39,7 @@ CONFIG = config_of(
     codec={"bits": 32}, outer={"aggregation": "mean"}, quorum={"min_sites": 1}, run={"rounds": 50}
 )
 BODY_BYTES = 4 * LAYOUT.num_parameters
+OFF = st.integers(-2, 2)
 
 
 @contextlib.contextmanager
@@ -51,6 +55,17 @@ def behind_a_proxy(tmp_path: Path) -> Iterator[tuple[Coordinator, Proxy, NumpySi
         finally:
             site.close()
             proxy.close()
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[bytes, NumpySite]]:
+    """Theta of round 0, and a site that has joined."""
+    folder = tmp_path_factory.mktemp("run")
+    with coordinating(create_store(folder, CONFIG, layout=LAYOUT)) as coordinator:
+        site = NumpySite(coordinator.address, "paris", LAYOUT)
+        site.join()
+        yield site.theta.tobytes(), site
+        site.close()
 
 
 def cut(proxy: Proxy, direction: Direction, after: int) -> None:
@@ -88,7 +103,11 @@ def test_downloads_go_on_where_their_connection_broke(tmp_path: Path) -> None:
         assert site.digest == coordinator.state.theta_digest
 
 
-def test_transfers_keep_below_the_rate_that_a_site_allows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lane_bytes", [BODY_BYTES, BLOCK_BYTES // 4])
+def test_transfers_keep_below_the_rate_that_a_site_allows(
+    lane_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LANE_BYTES", lane_bytes)
     rate = 2e6
     with behind_a_proxy(tmp_path) as (coordinator, _, site):
         for throttle in (site.session._up, site.session._down):
@@ -101,7 +120,7 @@ def test_transfers_keep_below_the_rate_that_a_site_allows(tmp_path: Path) -> Non
         assert site.round == 1
 
 
-def test_parts_go_side_by_side_and_each_goes_on_where_it_broke(
+def test_ranges_go_side_by_side_and_each_goes_on_where_it_broke(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "LANE_BYTES", 2 * BLOCK_BYTES)
@@ -115,6 +134,58 @@ def test_parts_go_side_by_side_and_each_goes_on_where_it_broke(
         assert len(site.session._lanes._others) == 1
         assert proxy.passed["down"] - before < BODY_BYTES + 2.5 * BLOCK_BYTES  # two torn, frames
         assert site.digest == coordinator.state.theta_digest
+
+
+def test_a_slow_connection_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two connections, one of them behind a slow line: it gets the few ranges that it can carry."""
+    monkeypatch.setattr(lanes, "LANES", 2)
+    monkeypatch.setattr(lanes, "LANE_BYTES", 16 * 1024)
+    rate = 200e3
+    with behind_a_proxy(tmp_path) as (coordinator, fast, site):
+        host, port = coordinator.address.split(":")
+        slow = Proxy((host, int(port)))
+        slow.change(bytes_per_second=rate)
+        site.session._lanes._address = slow.address  # of connections that are not open yet
+        moved, started = site.session.down.num_bytes, time.monotonic()
+        theta = site.session.snapshot(0, range(BODY_BYTES))
+        seconds = time.monotonic() - started
+        whole = fast.passed["down"] + slow.passed["down"]
+        slow.close()
+        assert theta == site.theta.tobytes()
+        assert site.session.down.num_bytes - moved == BODY_BYTES
+        assert slow.passed["down"] < 0.2 * BODY_BYTES
+        assert whole < 2.1 * BODY_BYTES  # theta came once before
+        assert seconds < 0.5 * (BODY_BYTES / 2) / rate  # half of what equal parts take
+
+
+def test_a_session_that_is_closed_ends_its_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LANE_BYTES", BLOCK_BYTES // 4)
+    with behind_a_proxy(tmp_path) as (_, proxy, site), futures.ThreadPoolExecutor(1) as pool:
+        proxy.change(bytes_per_second=200e3)
+        before = proxy.passed["down"]
+        download = pool.submit(site.session.snapshot, 0, range(BODY_BYTES))
+        eventually(lambda: proxy.passed["down"] > before + BLOCK_BYTES, "some of it has come")
+        site.session.close()
+        with pytest.raises(UnreachableError):
+            download.result(timeout=10)
+
+
+@given(
+    start=st.integers(0, 40_000),
+    size=st.builds(lambda parts, off: max(0, 4096 * parts + off), st.integers(0, 40), OFF),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_come_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, standing: tuple[bytes, NumpySite], start: int, size: int
+) -> None:
+    """Sizes around those at which one more range or connection is taken, against the whole."""
+    monkeypatch.setattr(lanes, "LANE_BYTES", 4096)
+    whole, site = standing
+    assert site.session.snapshot(0, range(start, start + size)) == whole[start : start + size]
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
@@ -207,9 +278,15 @@ class _StandsStill(pb_grpc.CoordinatorServiceServicer):
                 self.never.wait(20)
 
 
-def test_a_site_notices_a_coordinator_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_a_site_notices_a_coordinator_that_stands_still(
+    num_lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where others go on: what stands still is alone when they have ended."""
     monkeypatch.setattr(stall, "STALL_SECONDS", 0.5)
-    data = np.random.default_rng(0).bytes(3 * BLOCK_BYTES)
+    if num_lanes == 2:
+        monkeypatch.setattr(lanes, "LANE_BYTES", 3 * BLOCK_BYTES)
+    data = np.random.default_rng(0).bytes(3 * BLOCK_BYTES * num_lanes)
     servicer = _StandsStill(data)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     pb_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
@@ -217,8 +294,25 @@ def test_a_site_notices_a_coordinator_that_stands_still(monkeypatch: pytest.Monk
     server.start()
     site = NumpySite(f"127.0.0.1:{port}", "paris", LAYOUT)
     assert site.session.pull(0, range(len(data))) == data
-    assert servicer.offsets == [0, BLOCK_BYTES]
+    first = servicer.offsets[0]
+    assert sorted(servicer.offsets) == sorted(
+        [*range(0, len(data), 3 * BLOCK_BYTES), first + BLOCK_BYTES]
+    )
     assert site.session.resumed_bytes == BLOCK_BYTES
     servicer.never.set()
     site.session.close()
     server.stop(0).wait()
+
+
+def test_calls_that_take_turns_do_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow line each moves rarely: none is cancelled while another one moves."""
+    monkeypatch.setattr(stall, "STALL_SECONDS", 0.5)
+    cancelled = threading.Event()
+    motion = stall.Motion()
+    with stall.Watch(motion) as waits, stall.Watch(motion) as moves:
+        waits.start(cancelled.set)
+        moves.start(lambda: None)
+        for _ in range(10):
+            assert not cancelled.wait(0.1)
+            moves.moved()
+        assert cancelled.wait(5)

@@ -196,11 +196,11 @@ class ElasticSite(Site):
         residual = group.shift(held.residual, held.residual.numel())
         return _Backup(before, Held(residual, group.shift(held.owner, int(lengths[before]))))
 
-    def fetch(self, span: range, fetch: Callable[[range], bytes]) -> bytes:
+    def fetch(self, span: range, fetch: Callable[[range], memoryview]) -> bytes | memoryview:
         """Each member fetches its part over the wide-area link, and all get the whole."""
         first, size, ranks = span.start, len(span), self.num_ranks
         part = range(first + self.rank * size // ranks, first + (self.rank + 1) * size // ranks)
-        return b"".join(self.gather_bytes(self.together(lambda: fetch(part))))
+        return self.gather_whole(self.together(lambda: fetch(part)))
 
     # --- other members --------------------------------------------------------------------------
 
