@@ -133,6 +133,7 @@ def test_a_range_that_fails_is_told_when_all_have_ended_and_no_further_one_begin
     with pytest.raises(ValueError, match="the first one"):
         lanes.share(range(100 * LANE_BYTES), 2, transfer)
     assert len(ended) == 2 * STREAMS - 1
+    assert not all_here.broken
     assert len(lanes._free) == 2  # both connections are free again
 
 
