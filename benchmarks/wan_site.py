@@ -43,6 +43,8 @@ class Transfers:
         self.moved: dict[int, float] = {}
         self.bytes: Counter[int] = Counter()
         self._counter = counter
+        self._parts: Counter[int] = Counter()
+        self._whole: set[int] = set()
 
     def begin(self, round_: int) -> None:
         """Of several parts only the first one counts."""
@@ -53,16 +55,20 @@ class Transfers:
     def _watch(self, round_: int) -> None:
         """When bulk last passed the card: what comes after it is no transfer any more."""
         last = card()[self._counter]
-        while round_ not in self.ended:
+        while round_ not in self._whole:
             time.sleep(WATCH_SECONDS)
             now = card()[self._counter]
             if now - last > BULK_BYTES:
                 self.moved[round_] = time.monotonic()
             last = now
 
-    def end(self, round_: int, num_bytes: int) -> None:
+    def end(self, round_: int, num_bytes: int, num_parts: int = 1) -> None:
+        """One of so many parts is there."""
         self.ended[round_] = time.monotonic()
         self.bytes[round_] += num_bytes
+        self._parts[round_] += 1
+        if self._parts[round_] == num_parts:
+            self._whole.add(round_)
 
     def report(self, name: str) -> dict[str, float]:
         """Medians over the counted rounds; nothing where nothing was moved by itself."""
@@ -195,7 +201,7 @@ def loco_site(args: argparse.Namespace, config: Config) -> Pace:  # noqa: ARG001
         def push(self, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
             paces[0].uploads.begin(header.round)
             answer = super().push(header, body)
-            paces[0].uploads.end(header.round, len(body))
+            paces[0].uploads.end(header.round, len(body), header.num_shards)
             return answer
 
         def pull(self, round_: int, span: range) -> memoryview:

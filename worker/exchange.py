@@ -28,7 +28,7 @@ from loco.digest import chunk_hashes, theta_digest
 from loco.errors import NonFiniteError
 from loco.layout import CHUNK, Layout, cells
 from loco.outer import Fragments, apply_update, num_turns, rules_at
-from worker.lanes import num_parts
+from worker.lanes import num_shards
 from worker.parameters import Parameters
 from worker.site import Site
 
@@ -124,7 +124,7 @@ class Exchange:
         self._parameters = Parameters(site, model, layout, in_turns=num_turns(config.outer) > 1)
         self.rows = layout.shard(site.rank, site.num_ranks)
         of_a_rank = contribution_bytes(config, layout) // site.num_ranks
-        site.shards_a_rank = num_parts(of_a_rank, site.num_ranks)
+        site.shards_a_rank = num_shards(of_a_rank, site.num_ranks)
         self._theta = np.zeros(len(self.rows) * CHUNK, np.float32)
         self._hashes = chunk_hashes(self._theta)
         self._ef = np.zeros_like(self._theta)

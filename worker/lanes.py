@@ -26,6 +26,9 @@ LANES = 8
 LANE_BYTES = 1024 * 1024
 """A part is at least so long. Also where bytes are few: 7.5 MB took 0.33 s on one connection, which
 begins slowly after each pause (1 Gbit/s, 100 ms), and 0.18 s on seven."""
+SHARDS = 48
+"""Of a site's contribution at most, or one a rank: several a connection, so that the first leaves
+while the others are encoded, and a fast connection takes more of them."""
 STREAMS = 3
 """Ranges that a connection fetches at a time: a request takes a round trip, and so long the others
 must last (at 1 Gbit/s and 100 ms two of 1 MiB do not: 93 % of the line instead of 97)."""
@@ -33,13 +36,20 @@ must last (at 1 Gbit/s and 100 ms two of 1 MiB do not: 93 % of the line instead 
 _OWN_CONNECTION = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
-def num_parts(num_bytes: int, num_ranks: int) -> int:
-    """In how many parts a transfer of one rank is cut, where so many do the same at once.
+def lanes_a_rank(num_ranks: int) -> int:
+    """Connections of a rank: ranks share the site's, so that what a site asks of the coordinator
+    does not grow with the product of both."""
+    return max(1, LANES // num_ranks)
 
-    Ranks share the site's connections, so that what a site asks of the coordinator does not grow
-    with the product of both.
-    """
-    return max(1, min(LANES // num_ranks, num_bytes // LANE_BYTES))
+
+def num_lanes(num_bytes: int, num_ranks: int) -> int:
+    """On how many connections a rank fetches so much, where so many ranks do the same at once."""
+    return max(1, min(lanes_a_rank(num_ranks), num_bytes // LANE_BYTES))
+
+
+def num_shards(num_bytes: int, num_ranks: int) -> int:
+    """In how many parts one of so many ranks uploads so much."""
+    return max(1, min(SHARDS // num_ranks, num_bytes // LANE_BYTES))
 
 
 class Ranges:
@@ -100,22 +110,27 @@ class Moved:
 
 
 class Lanes:
-    """The connections, each opened when it is first needed; and a thread for each."""
+    """The connections, each opened when it is first needed; and threads for what they carry."""
 
-    def __init__(self, address: str, access: Access) -> None:
+    def __init__(self, address: str, access: Access, num_lanes: int = LANES) -> None:
         self.first = Link(address, access)
         """Of all calls that are no transfers, too."""
         self._address = address
         self._access = access
-        self._others: list[Link] = []
-        self._free: list[Link] = [self.first]
-        self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(LANES, thread_name_prefix="lane")
-        self._fetching = ThreadPoolExecutor(LANES * STREAMS, thread_name_prefix="fetch")
+        self._most = num_lanes
+        self._links = [self.first]
+        self._sending: set[Link] = set()
+        self._changed = threading.Condition()
+        self._uploads = ThreadPoolExecutor(num_lanes * STREAMS, thread_name_prefix="push")
+        self._downloads = ThreadPoolExecutor(num_lanes * STREAMS, thread_name_prefix="fetch")
 
-    def start(self, transfer: Callable[[Link], T]) -> Future[T]:
-        """Begin a transfer on a connection that no other one uses."""
-        return self._threads.submit(self._on_a_lane, transfer)
+    def start(self, upload: Callable[[Link, Callable[[], None]], T]) -> Future[T]:
+        """Begin an upload as soon as there is a connection on which no other one sends.
+
+        It calls what it is given when its last byte has gone: the next one sends while it waits for
+        its answer.
+        """
+        return self._uploads.submit(self._upload, upload)
 
     def share(self, span: range, num_lanes: int, transfer: Callable[[Link, range], None]) -> None:
         """`transfer` for ranges that make up `span`, on so many connections side by side.
@@ -126,49 +141,55 @@ class Lanes:
         if num_lanes == 1:
             transfer(self.first, span)
             return
-        links = [self._take() for _ in range(num_lanes)]
+        with self._changed:
+            links = [self._link(number) for number in range(num_lanes)]
         ranges = Ranges(span, num_lanes * STREAMS)
         try:
             fetchers = [
-                self._fetching.submit(_fetch, link, taken, ranges, transfer)
+                self._downloads.submit(_fetch, link, taken, ranges, transfer)
                 for link in links * STREAMS
                 if (taken := ranges.take())
             ]
             wait(fetchers)
         finally:
             ranges.close()
-            self._give_back(links)
         for done in fetchers:
             done.result()
 
     def close(self) -> None:
         """End all calls; those of other threads raise."""
-        with self._lock:
-            for link in (self.first, *self._others):
+        with self._changed:
+            for link in self._links:
                 link.close()
-        self._threads.shutdown(wait=False)
-        self._fetching.shutdown(wait=False)
+        self._uploads.shutdown(wait=False)
+        self._downloads.shutdown(wait=False)
 
-    def _on_a_lane(self, transfer: Callable[[Link], T]) -> T:
-        link = self._take()
+    def _upload(self, upload: Callable[[Link, Callable[[], None]], T]) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._sending) < self._most)
+            links = (self._link(number) for number in range(self._most))
+            # The oldest: one that has rested for long begins slowly again.
+            link = next(link for link in links if link not in self._sending)
+            self._sending.add(link)
+        sent = False
+
+        def free() -> None:
+            nonlocal sent
+            with self._changed:
+                if not sent:  # else it is another one's by now
+                    self._sending.remove(link)
+                    self._changed.notify()
+                sent = True
+
         try:
-            return transfer(link)
+            return upload(link, free)
         finally:
-            self._give_back([link])
+            free()
 
-    def _take(self) -> Link:
-        with self._lock:
-            if self._free:  # the oldest: one that has rested for long begins slowly again
-                link = min(self._free, key=[self.first, *self._others].index)
-                self._free.remove(link)
-                return link
-            link = Link(self._address, self._access, _OWN_CONNECTION)
-            self._others.append(link)
-            return link
-
-    def _give_back(self, links: list[Link]) -> None:
-        with self._lock:
-            self._free.extend(links)
+    def _link(self, number: int) -> Link:
+        if number == len(self._links):
+            self._links.append(Link(self._address, self._access, _OWN_CONNECTION))
+        return self._links[number]
 
 
 def _fetch(

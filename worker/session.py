@@ -38,7 +38,7 @@ from loco.wire.protocol import (
 from loco.wire.refusal import describe, refusal_of
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
-from worker.lanes import Lanes, Moved, num_parts
+from worker.lanes import Lanes, Moved, lanes_a_rank, num_lanes
 from worker.stall import Motion, StalledError, Watch
 from worker.throttle import Throttle
 
@@ -119,7 +119,7 @@ class Session:
         self._site = site
         self._patience = patience
         self.wire = wire
-        self._lanes = Lanes(address, self.access)
+        self._lanes = Lanes(address, self.access, lanes_a_rank(num_ranks))
         self._num_ranks = num_ranks
         self._begun: dict[tuple[int, int, bytes], Future[pb.PushResponse]] = {}
         self._counting = threading.Lock()
@@ -243,14 +243,22 @@ class Session:
         self._begun = {k: push for k, push in self._begun.items() if k[0] >= header.round}
         before = self._begun.get(key)
         if before is None or (before.done() and before.exception() is not None):
-            self._begun[key] = self._lanes.start(lambda link: self._push(link, header, body))
+            self._begun[key] = self._lanes.start(
+                lambda link, sent: self._push(link, header, body, sent)
+            )
 
     def push(self, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
         """Upload one shard; safe to repeat, and goes on where a broken stream stopped."""
         begun = self._begun.pop((header.round, header.shard, bytes_digest(body)), None)
         return self._push(self._lanes.first, header, body) if begun is None else begun.result()
 
-    def _push(self, link: Link, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
+    def _push(
+        self,
+        link: Link,
+        header: pb.PushHeader,
+        body: bytes,
+        sent: Callable[[], None] = lambda: None,
+    ) -> pb.PushResponse:
         header.caller.CopyFrom(self.caller)
         header.size_bytes = len(body)
         header.digest = bytes_digest(body)
@@ -262,7 +270,8 @@ class Session:
             self._resumed(header.offset)
             fresh = False
             with Watch() as watch:
-                call = link.stub.Push.future(self._push_messages(header, body, watch))
+                messages = self._push_messages(header, body, watch, sent)
+                call = link.stub.Push.future(messages)
                 watch.start(call.cancel)
                 response: pb.PushResponse = call.result()
             return response
@@ -281,13 +290,14 @@ class Session:
         return answer.offset
 
     def _push_messages(
-        self, header: pb.PushHeader, body: bytes, watch: Watch
+        self, header: pb.PushHeader, body: bytes, watch: Watch, sent: Callable[[], None]
     ) -> Iterator[pb.PushRequest]:
         left = len(body) - header.offset
         if left <= INLINE_BYTES:  # with the header: half the messages of a small shard
             self._up.take(left)
             block = make_block(body[header.offset :])
             yield self._sent(pb.PushRequest(header=header, block=block), "contribution")
+            sent()
             return
         yield self._sent(pb.PushRequest(header=header), "contribution")
         for start in range(header.offset, len(body), BLOCK_BYTES):
@@ -295,6 +305,7 @@ class Session:
             data = body[start : start + BLOCK_BYTES]
             self._up.take(len(data))
             yield self._sent(pb.PushRequest(block=make_block(data)), "contribution")
+        sent()
 
     def pull(self, round_: int, span: range) -> memoryview:
         """These bytes of the update that ends a round."""
@@ -363,7 +374,7 @@ class Session:
             here = data[part.start - span.start : part.stop - span.start]
             self._download_range(link, ask, part, here, kind, motion)
 
-        self._lanes.share(span, num_parts(len(span), self._num_ranks), fetch)
+        self._lanes.share(span, num_lanes(len(span), self._num_ranks), fetch)
         return data.toreadonly()
 
     def _download_range(

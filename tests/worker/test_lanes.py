@@ -10,22 +10,25 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loco.wire.access import Access, Link
-from worker.lanes import LANE_BYTES, STREAMS, Lanes, Moved, Ranges, num_parts
+from worker.lanes import LANE_BYTES, STREAMS, Lanes, Moved, Ranges, num_lanes, num_shards
 
 
-@pytest.mark.parametrize(("ranks", "lanes"), [(1, 8), (2, 4), (3, 2), (8, 1), (64, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "lanes", "shards"), [(1, 8, 48), (2, 4, 24), (3, 2, 16), (8, 1, 6), (64, 1, 1)]
+)
 @pytest.mark.parametrize("size", [0, 1, LANE_BYTES, 2 * LANE_BYTES - 1, 2 * LANE_BYTES, 10**9 + 7])
 def test_ranks_share_the_connections_and_none_is_opened_for_little(
-    size: int, ranks: int, lanes: int
+    size: int, ranks: int, lanes: int, shards: int
 ) -> None:
-    assert num_parts(size, ranks) == min(lanes, max(1, size // LANE_BYTES))
+    assert num_lanes(size, ranks) == min(lanes, max(1, size // LANE_BYTES))
+    assert num_shards(size, ranks) == min(shards, max(1, size // LANE_BYTES))
 
 
 near_a_boundary = st.builds(
@@ -70,7 +73,7 @@ def test_ranges_are_fetched_side_by_side_on_connections_that_are_kept(lanes: Lan
         fetched.sort(key=lambda part: part.start)
         assert (fetched[0].start, fetched[-1].stop) == (span.start, span.stop)
         assert all(a.stop == b.start for a, b in itertools.pairwise(fetched))
-    assert len(lanes._others) == 2
+    assert len(lanes._links) == 3
 
 
 def fetch_together(lanes: Lanes, span: range, num_lanes: int) -> tuple[list[int], list[range]]:
@@ -113,7 +116,7 @@ def test_who_is_fast_takes_more(lanes: Lanes) -> None:
 def test_what_is_short_goes_on_the_first_connection(lanes: Lanes, size: int) -> None:
     fetched = []
     span = range(5, 5 + size)
-    lanes.share(span, num_parts(size, 1), lambda link, part: fetched.append((link, part)))
+    lanes.share(span, num_lanes(size, 1), lambda link, part: fetched.append((link, part)))
     assert fetched == [(lanes.first, span)]
 
 
@@ -134,7 +137,43 @@ def test_a_range_that_fails_is_told_when_all_have_ended_and_no_further_one_begin
         lanes.share(range(100 * LANE_BYTES), 2, transfer)
     assert len(ended) == 2 * STREAMS - 1
     assert not all_here.broken
-    assert len(lanes._free) == 2  # both connections are free again
+
+
+def test_an_upload_that_has_sent_its_bytes_leaves_the_connection_to_the_next_one() -> None:
+    """Six uploads on two connections: never two that send on one, though all wait for answers."""
+    lanes = Lanes("127.0.0.1:1", Access(), num_lanes=2)
+    all_sent = threading.Barrier(2 * STREAMS, timeout=20)
+    sending: Counter[Link] = Counter()
+    most: list[int] = []
+
+    def upload(link: Link, sent: Callable[[], None]) -> Link:
+        sending[link] += 1
+        most.append(sending[link])
+        time.sleep(0.02)
+        sending[link] -= 1
+        sent()
+        all_sent.wait()
+        return link
+
+    began = [lanes.start(upload) for _ in range(2 * STREAMS)]
+    links = Counter(done.result() for done in began)
+    lanes.close()
+    assert most == 2 * STREAMS * [1]
+    assert len(links) == 2
+
+
+def test_an_upload_that_fails_leaves_its_connection_too(lanes: Lanes) -> None:
+    def upload(_: Link, sent: Callable[[], None]) -> None:
+        sent()
+        raise ValueError("broken")
+
+    def other(link: Link, _: Callable[[], None]) -> Link:
+        return link
+
+    for _ in range(2):
+        failed = [lanes.start(upload) for _ in range(20)]
+        assert all(isinstance(done.exception(), ValueError) for done in failed)
+        assert {lanes.start(other).result() for _ in range(20)} == {lanes.first}
 
 
 def test_parts_that_go_side_by_side_count_their_time_once() -> None:
