@@ -312,7 +312,7 @@ class LimitsConfig(_Section):
     burst_seconds: Annotated[float, Field(gt=0.0)] = 5.0
     """So many seconds' worth of calls may come at once."""
     calls_at_once: PositiveInt = 256
-    """Calls in progress at most; a site needs two a rank, and eight more."""
+    """Calls in progress at most; a site needs two a rank, and 48 more for long transfers."""
     messages_per_second: Annotated[float, Field(gt=0.0)] = 2000.0
     """Messages of uploads a second, by certificate; faster ones wait. A full block has 256 KiB, so
     that this is 4 Gbit/s, more than the coordinator takes in."""

@@ -141,7 +141,7 @@ def test_a_slow_connection_does_not_hold_up_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two connections, one of them behind a slow line: it gets the few ranges that it can carry."""
-    rate = 200e3
+    rate = 50e3
     with behind_a_proxy(tmp_path) as (coordinator, fast, site):
         monkeypatch.setattr(lanes, "LANES", 2)
         monkeypatch.setattr(lanes, "LANE_BYTES", 16 * 1024)
@@ -156,7 +156,7 @@ def test_a_slow_connection_does_not_hold_up_the_others(
         slow.close()
         assert theta == site.theta.tobytes()
         assert site.session.down.num_bytes - moved == BODY_BYTES
-        assert 0.05 * BODY_BYTES < slow.passed["down"] < 0.2 * BODY_BYTES
+        assert 0.05 * BODY_BYTES < slow.passed["down"] < 0.25 * BODY_BYTES
         assert whole < 2.1 * BODY_BYTES  # theta came once before
         assert seconds < 0.5 * (BODY_BYTES / 2) / rate  # half of what equal parts take
 
