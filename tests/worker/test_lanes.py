@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loco.wire.access import Access, Link
@@ -36,6 +36,7 @@ near_a_boundary = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     start=st.integers(0, 10**12),
     size=st.one_of(near_a_boundary, st.integers(0, 10**10)),
