@@ -48,8 +48,10 @@ def num_lanes(num_bytes: int, num_ranks: int) -> int:
 
 
 def num_shards(num_bytes: int, num_ranks: int) -> int:
-    """In how many parts one of so many ranks uploads so much."""
-    return max(1, min(SHARDS // num_ranks, num_bytes // LANE_BYTES))
+    """In how many parts one of so many ranks uploads so much: where they are more than its
+    connections, as many for each."""
+    shards, lanes = min(SHARDS // num_ranks, num_bytes // LANE_BYTES), lanes_a_rank(num_ranks)
+    return max(1, shards if shards < lanes else shards - shards % lanes)
 
 
 class Ranges:

@@ -31,6 +31,16 @@ def test_ranks_share_the_connections_and_none_is_opened_for_little(
     assert num_shards(size, ranks) == min(shards, max(1, size // LANE_BYTES))
 
 
+def test_no_connection_gets_one_shard_more_than_another() -> None:
+    numbers = [num_shards(number * LANE_BYTES, num_ranks=1) for number in range(60)]
+    assert numbers[:8] == [1, 1, 2, 3, 4, 5, 6, 7]
+    assert all(
+        8 * (number // 8) == shards
+        for number, shards in zip(range(8, 48), numbers[8:48], strict=True)
+    )
+    assert numbers[48:] == 12 * [48]
+
+
 near_a_boundary = st.builds(
     lambda parts, off: max(0, parts * LANE_BYTES + off), st.integers(0, 200), st.integers(-2, 2)
 )
