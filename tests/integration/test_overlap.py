@@ -195,7 +195,8 @@ def test_the_speed_of_the_link_changes_nothing(
 def test_in_how_many_parts_a_rank_uploads_changes_nothing(
     tmp_path: Path, undisturbed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "LANE_BYTES", 200)
+    monkeypatch.setattr(lanes, "LANES", 2)
+    monkeypatch.setattr(lanes, "LANE_BYTES", 400)
     config = config_of_run(2, sites=("paris",), fragments=2)
     with run_of(tmp_path / "state", config) as coordinator:
         Life(coordinator.address, "paris").finishes()
