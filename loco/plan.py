@@ -36,6 +36,7 @@ HANDOVER_STEPS = 3
 """Of a delay: the training thread takes up what has come (acknowledgement, directive, theta) at the
 end of an inner step."""
 TARGET = 0.95  # utilisation that advice aims at
+REPLICA_KEEPS_FROM_K = 128  # docs/results/convergence_cpu_2026-11-30.md, "What to choose"
 MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
 
 
@@ -81,6 +82,8 @@ class Setting:
     again after each pause, or bbr, which remembers the line."""
     own_fragments: tuple[OwnFragment, ...] = ()
     """Each takes a turn; `k`, `bits` and `fragments` are those of all other tensors."""
+    unsent: str = "feedback"
+    """Where sites keep what they have not sent (`outer.unsent`): costs nothing, advice asks."""
 
     @property
     def turns(self) -> int:
@@ -284,7 +287,7 @@ def advice(setting: Setting) -> list[str]:
     """What to change in k, bits or H so that sites compute 95 % of the time, with its effect."""
     now = predict(setting)
     if now.utilisation >= TARGET:
-        return [_room(setting)]
+        return _room(setting)
     lines = []
     hides = math.ceil(now.exchange_seconds / setting.step_seconds) + HANDOVER_STEPS
     if hides <= setting.inner_steps:
@@ -328,19 +331,26 @@ def _smaller(setting: Setting) -> list[tuple[str, int, Setting]]:
     return changes
 
 
-def _room(setting: Setting) -> str:
+def _room(setting: Setting) -> list[str]:
     """The densest k that still leaves the sites computing: it trains better, at no cost here."""
     best = setting.k
     while setting.bits != DENSE_BITS and 2 * best <= CHUNK // 4:
         if predict(replace(setting, k=2 * best)).utilisation < TARGET:
             break
         best *= 2
-    if best == setting.k:
-        return f"nothing: sites compute at least {TARGET:.0%} of the time"
-    return (
-        f"the link has room: with codec.k = {best} sites still compute {TARGET:.0%} of the time, "
-        "and a denser contribution trains better"
-    )
+    told = f"nothing: sites compute at least {TARGET:.0%} of the time"
+    if best > setting.k:
+        told = (
+            f"the link has room: with codec.k = {best} sites still compute {TARGET:.0%} of the "
+            "time, and a denser contribution trains better"
+        )
+    if setting.bits == DENSE_BITS or setting.unsent == "replica" or best < REPLICA_KEEPS_FROM_K:
+        return [told]
+    return [
+        told,
+        f"from codec.k = {REPLICA_KEEPS_FROM_K} on, outer.unsent = 'replica' with beta = 0 and "
+        "aggregation = 'mean' trains better, where a value is sent five times in the run or more",
+    ]
 
 
 def _transfer_seconds(setting: Setting, num_bytes: int, mbit: float) -> float:

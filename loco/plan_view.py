@@ -61,6 +61,7 @@ def setting_of_config(path: Path, setting: Setting) -> Setting:
         fragments=config.outer.fragments,
         delay_steps=config.outer.delay_steps,
         own_fragments=own_fragments(config, config.codec.k),
+        unsent=config.outer.unsent,
     )
 
 

@@ -194,6 +194,7 @@ class Run:
             fragments=self.config.outer.fragments,
             delay_steps=self.config.outer.delay_steps,
             own_fragments=own_fragments(self.config, k),
+            unsent=self.config.outer.unsent,
             step_seconds=seconds or 1.0,
             up_mbit=_mbit(self.way.up_bytes_per_second),
             down_mbit=_mbit(self.way.down_bytes_per_second),

@@ -238,9 +238,20 @@ def test_slow_start_is_told_from_a_line_that_is_known() -> None:
 
 
 def test_a_link_with_room_is_advised_a_denser_contribution() -> None:
-    (line,) = advice(replace(SETTING, up_mbit=1000.0, down_mbit=1000.0))
+    wide = replace(SETTING, up_mbit=1000.0, down_mbit=1000.0)
+    line, recipe = advice(wide)
     best = int(line.split("codec.k = ")[1].split()[0])
-    assert predict(replace(SETTING, up_mbit=1000.0, down_mbit=1000.0, k=best)).utilisation >= 0.95
+    assert predict(replace(wide, k=best)).utilisation >= 0.95
+    assert "outer.unsent = 'replica'" in recipe
+    assert len(advice(replace(wide, unsent="replica"))) == 1, "it is so already"
+
+
+def test_a_link_without_room_for_a_dense_contribution_is_not_advised_the_replica() -> None:
+    """k = 64 fits and 128 does not: what the replica keeps would come to theta too late."""
+    large = Layout.of([(f"w.{i}", (300, 4096)) for i in range(46)])
+    narrow = replace(SETTING, layout=large, up_mbit=8.0, down_mbit=16.0)
+    (line,) = advice(narrow)
+    assert line.startswith("nothing: sites compute")
 
 
 @pytest.mark.parametrize(
