@@ -269,7 +269,8 @@ class Simulation:
 
     def _own_step(self, round_: int) -> float:
         rules = rules_at(self._config.outer, self._config.codec, round_)
-        return own_step(rules, alpha_at(self._config.outer, round_), len(self._sites))
+        outer = self._config.outer
+        return own_step(rules, alpha_at(outer, round_), outer.momentum, len(self._sites))
 
     def _anticipate(self, index: int, anchor: Array, sent: Contribution, step: float) -> Array:
         """The site goes on from its start less step * v, which is its anchor from then on.

@@ -35,7 +35,7 @@ def own_step_of_round(config: Config, made: State | Update, round_: int) -> floa
     """What a site may expect the update to make of its own values."""
     rules = rules_at(config.outer, config.codec, round_)
     alpha = in_force("outer.alpha", config, made.settings, round_)
-    return own_step(rules, alpha, made.num_sites)
+    return own_step(rules, alpha, config.outer.momentum, made.num_sites)
 
 
 def settings_document(config: Config, state: State) -> dict[str, dict[str, Any]]:

@@ -194,7 +194,8 @@ class OuterConfig(_Section):
 
     aggregation: Literal["mean_contributors", "mean", "nesterov"] = "mean_contributors"
     """`mean_contributors`: each coordinate over the weight of those that sent it. `mean`: over the
-    weight of all. `nesterov`: plain DiLoCo on dense contributions."""
+    weight of all. `nesterov`: `mean` with Nesterov's momentum, plain DiLoCo where contributions are
+    dense; sparse ones need `unsent = "replica"`."""
     alpha: Alpha = 1.0
     """Outer learning rate."""
     delay_steps: Annotated[int, Field(ge=0)] = 0
@@ -404,11 +405,12 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
-    def _dense_goes_with_nesterov(self) -> Self:
-        if self.outer.aggregation == "nesterov" and self.codec.bits != 32:
+    def _momentum_meets_nothing_old(self) -> Self:
+        sparse = self.codec.bits != 32
+        if self.outer.aggregation == "nesterov" and sparse and self.outer.unsent != "replica":
             raise ValueError(
-                f"outer.aggregation = 'nesterov' needs dense contributions: codec.bits = 32, "
-                f"not {self.codec.bits}"
+                "outer.aggregation = 'nesterov' needs dense contributions (codec.bits = 32, not "
+                f"{self.codec.bits}) or outer.unsent = 'replica': what error feedback sends is old"
             )
         for name in self.data.sites:
             check_site_name(name)

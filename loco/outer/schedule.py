@@ -53,13 +53,16 @@ GUESS_AFTER_STEPS = 1
 them its contribution is encoded, which shows the guess. A shorter delay has no guess."""
 
 
-def own_step(rules: FragmentRules, alpha: float, num_sites: int) -> float:
+def own_step(rules: FragmentRules, alpha: float, momentum: float, num_sites: int) -> float:
     """By how much of its own values a site may expect an update to move theta; 0: no guess.
 
-    Where it alone sends a coordinate `mean_contributors` gives it all of alpha, `mean` its share.
+    Where it alone sends a coordinate `mean_contributors` gives it all of alpha, `mean` its share,
+    and `nesterov` its share once more by the momentum that it adds.
     """
     if rules.bits == 32:
         return 0.0
+    if rules.aggregation == "nesterov":
+        return alpha * (1 + momentum) / num_sites
     return alpha / num_sites if rules.aggregation == "mean" else alpha
 
 

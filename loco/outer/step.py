@@ -1,7 +1,7 @@
 """The coordinator's outer step (SparseLoCo, arXiv 2508.15706, eq. 1-4; DESIGN, "The equations").
 
     g     = sum_r w_r v_r / sum_r w_r         per coordinate over all sites, or over its senders
-    u     = alpha * g                         or Nesterov momentum on dense contributions
+    u     = alpha * g                         or alpha * Nesterov momentum of g
     s     = s + u ;  d = Q'(TopK'(s)) ;  s = s - d
     theta = theta - d
 
@@ -52,22 +52,21 @@ def outer_step(
     *,
     theta: Array,  # [n] fp32, changed in place
     residual: Array,  # [n] fp32, s: the coordinator's error feedback, changed in place
-    momentum: Array | None,  # [n] fp32, changed in place; `nesterov` only
+    momentum: Array | None,  # [n] fp32, changed in place where sites sent; `nesterov` only
 ) -> bytes:
     """Aggregate one cell, make its part of the update, apply it to theta; return the payload."""
     total, weight_sum = _accumulate(pieces, theta.size)
     # As many values a chunk as sites sent different coordinates of it: halving that costs 8 % of
     # loss, more gains nothing (measured: docs/lab-log.md).
     union = np.count_nonzero(weight_sum.reshape(-1, CHUNK), axis=1)  # [n / 4096]
-    if rules.aggregation == "nesterov":
-        assert momentum is not None
-        payload = codec.encode_dense(_nesterov(rules, total, momentum)).payload
-    elif rules.bits == codec.DENSE_BITS:
-        payload = codec.encode_dense(_mean(rules, total, weight_sum)).payload
+    if rules.bits == codec.DENSE_BITS:
+        payload = codec.encode_dense(_step(rules, total, weight_sum, momentum)).payload
     else:
         # Of chunks of which nothing came, another fragment's, only zeros are read.
         sent = slice(None) if union.all() else union > 0
-        step = _mean(rules, *(a.reshape(-1, CHUNK)[sent] for a in (total, weight_sum)))
+        velocity_CL = None if momentum is None else momentum.reshape(-1, CHUNK)
+        total, weight_sum = (a.reshape(-1, CHUNK)[sent] for a in (total, weight_sum))
+        step = _step(rules, total, weight_sum, velocity_CL, sent)
         del total, weight_sum  # a cell's arrays are 16 MB each, and encoding is the peak
         payload = _encode(rules, step, union, residual)
     apply_update(theta, payload)
@@ -108,12 +107,22 @@ def _add_scaled(piece: Piece, total: Array, weight_sum: Array) -> None:
     weight_sum[sent.indices] += np.float32(piece.weight)
 
 
-def _nesterov(rules: OuterRules, gradient: Array, momentum: Array) -> Array:
-    """DiLoCo's outer optimizer (arXiv 2311.08105): SGD with Nesterov momentum, torch's form."""
-    mu = np.float32(rules.momentum)
-    momentum *= mu
-    momentum += gradient
-    return np.float32(rules.alpha) * (gradient + mu * momentum)
+def _step(
+    rules: OuterRules,
+    total: Array,
+    weight_sum: Array,
+    momentum: Array | None,
+    rows: slice | npt.NDArray[np.bool_] = slice(None),
+) -> Array:
+    """u, of those `rows` of the momentum that `total` and `weight_sum` hold."""
+    if rules.aggregation != "nesterov":
+        return _mean(rules, total, weight_sum)
+    assert momentum is not None
+    velocity = momentum[rows]
+    velocity *= np.float32(rules.momentum)
+    velocity += total
+    momentum[rows] = velocity
+    return np.float32(rules.alpha) * (total + np.float32(rules.momentum) * velocity)
 
 
 def _mean(rules: OuterRules, total: Array, weight_sum: Array) -> Array:

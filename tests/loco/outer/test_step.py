@@ -93,6 +93,25 @@ def test_nesterov_over_three_rounds() -> None:
         close(theta, wide)
 
 
+def test_sparse_nesterov_moves_theta_by_the_momentum_of_what_was_sent() -> None:
+    """What was applied and what remains in s are the steps of the definition, over all rounds."""
+    given = rules("nesterov", alpha=0.7, bits=2)
+    theta, residual, momentum = (np.zeros(NUM, np.float32) for _ in range(3))
+    steps, m = np.zeros(NUM), np.zeros(NUM)
+    for round_ in range(4):
+        sent = [sparse(10 * round_ + site) for site in range(2)]
+        pieces = [piece(payload, 0.5) for payload, _ in sent]
+        _, _, payload = run(given, pieces, theta=theta, residual=residual, momentum=momentum)
+        g = sum(v for _, v in sent) / 2
+        m = 0.9 * m + g
+        steps += 0.7 * (g + 0.9 * m)
+        np.testing.assert_allclose(momentum, m, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(residual - theta, steps, rtol=1e-4, atol=1e-7)
+        union = np.count_nonzero(g.reshape(-1, CHUNK), axis=1)
+        places = codec.decode(payload, NUM).indices
+        np.testing.assert_array_equal(np.bincount(places // CHUNK, minlength=3), union)
+
+
 def test_the_sign_moves_theta_to_where_the_sites_are() -> None:
     """theta - (theta - theta_r) is theta_r: the pseudo-gradient points away from the sites."""
     theta, there = normal(1, 1.0), normal(2, 1.0)
@@ -129,7 +148,7 @@ def test_the_downlink_sends_as_many_values_a_chunk_as_the_union() -> None:
     np.testing.assert_array_equal(np.bincount(update.indices // CHUNK, minlength=3), union)
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "mean_contributors"])
+@pytest.mark.parametrize("aggregation", ["mean", "mean_contributors", "nesterov"])
 @pytest.mark.parametrize("sent", [(), (1,), (0, 2), (0, 1, 2)])
 def test_chunks_of_which_nothing_came_are_left_out_and_all_bits_are_as_if_they_were_not(
     aggregation: str, sent: tuple[int, ...]
@@ -140,14 +159,23 @@ def test_chunks_of_which_nothing_came_are_left_out_and_all_bits_are_as_if_they_w
     for seed, weight in enumerate((0.7, 0.3)):
         some = np.where(active, normal(seed), np.float32(0))
         pieces.append(piece(codec.encode(some, k=64, bits=2).payload, weight))
+    momentum = normal(9)
     theta, residual, payload = run(
-        rules(aggregation, alpha=0.9, bits=2), pieces, theta=normal(7), residual=normal(8)
+        rules(aggregation, alpha=0.9, bits=2),
+        pieces,
+        theta=normal(7),
+        residual=normal(8),
+        momentum=momentum,
     )
     total, weights = np.zeros(NUM, np.float32), np.zeros(NUM, np.float32)
     for part in pieces:
         codec.decode_add(part.payload, total, weight=part.weight, weight_acc=weights)
     if aggregation == "mean_contributors":
         total[weights > 0] /= weights[weights > 0]
+    if aggregation == "nesterov":
+        m = np.where(active, np.float32(0.9) * normal(9) + total, normal(9))
+        assert momentum.tobytes() == m.tobytes()
+        total = np.where(active, total + np.float32(0.9) * m, np.float32(0))
     s = normal(8) + np.float32(0.9) * total
     union = np.count_nonzero(weights.reshape(3, CHUNK), axis=1)
     d = codec.encode(s, k=union, bits=2)
