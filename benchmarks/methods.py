@@ -58,6 +58,7 @@ AVERAGED = {**DENSE, "outer.aggregation": "mean", "outer.alpha": 1.0}
 NESTEROV = {
     **DENSE, "outer.aggregation": "nesterov", "outer.alpha": 0.7, "outer.momentum": 0.9,
 }  # fmt: skip
+MOMENTUM = {"outer.aggregation": "nesterov", "outer.alpha": 0.7, "outer.momentum": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +75,11 @@ class Method:
     runner: Literal["sites", "data_parallel", "torchft", "processes"] = "sites"
 
 
-SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
+SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 5e-4, "125m": 1e-3}
 SCAPE_LR = {name: 2 * lr for name, lr in SPARSE_LR.items()}
-KEPT_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
-DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4, "125m": 4e-4}
-DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
+KEPT_LR = {"small": 8e-3, "demo": 2e-3, "3m": 5e-4, "125m": 1e-3}
+DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 2e-4, "125m": 4e-4}
+DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 5e-4, "125m": 1e-3}
 
 METHODS: dict[str, Method] = {
     "ddp": Method(
@@ -87,6 +88,10 @@ METHODS: dict[str, Method] = {
     ),
     "localsgd": Method(title="LocalSGD, dense averaging", lr=DENSE_LR, changes=AVERAGED),
     "diloco": Method(title="dense DiLoCo of ours", lr=DILOCO_LR, changes=NESTEROV),
+    "diloco-tuned": Method(
+        title="dense DiLoCo of ours, momentum 0.5", lr=DENSE_LR,
+        changes=NESTEROV | {"outer.momentum": 0.5},
+    ),
     "torchft-diloco": Method(
         title="torchft's DiLoCo, real processes", lr=DILOCO_LR, changes=NESTEROV, runner="torchft",
     ),
@@ -102,6 +107,10 @@ METHODS: dict[str, Method] = {
     "kept-5": Method(
         title="SparseLoCo, replicas keep what is unsent, H = 5", lr=KEPT_LR,
         changes=KEPT | {"inner.steps": 5},
+    ),
+    "kept-momentum": Method(
+        title="replicas keep what is unsent, momentum at the coordinator", lr=KEPT_LR,
+        changes=KEPT | MOMENTUM,
     ),
     "kept-end": Method(
         title="replicas keep what is unsent, and hand it over at the end", lr=SPARSE_LR,

@@ -34,6 +34,7 @@ from worker import lanes
 ROUNDS, H = 6, 3
 SITES = {"oslo": "sotu:1960-2026", "paris": "sotu:1790-1860"}
 KEPT = {"unsent": "replica", "beta": 0.0, "aggregation": "mean"}
+MOMENTUM = KEPT | {"aggregation": "nesterov", "momentum": 0.5}
 END = {"k_end": 2048, "k_end_rounds": 2}
 ALPHA = 0.7
 """Not 1: a site alone would guess each update exactly, whenever it is applied."""
@@ -101,6 +102,7 @@ def simulated(config: Config) -> list[str]:
         (2, 2, {"own": {"embed": EMBED, "norms": {"tensors": ["norm.weight"]}}}),
         (0, 1, {"outer": KEPT}),
         (2, 2, {"outer": KEPT, "codec": END}),
+        (2, 2, {"outer": MOMENTUM}),
     ],
 )
 def test_two_sites_do_what_the_simulation_does(
