@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.domains import DOMAINS
 from benchmarks.methods import METHODS, MODELS
 from benchmarks.simulation import all_reduce_bytes
 
@@ -71,12 +73,19 @@ def load(path: Path = RESULTS) -> list[Run]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+SAME = ("method", "model", "data", "sites", "rounds", "inner_steps", "lr", "k", "changes")
+
+
+def identity(run: Run) -> str:
+    """Two runs that have it in common are repetitions of one another."""
+    return json.dumps([run[name] for name in (*SAME, "seed")])
+
+
 def settings(runs: Iterable[Run]) -> list[Setting]:
     """Runs gathered by everything but their seed, in the order of the first of each."""
-    names = ("method", "model", "data", "sites", "rounds", "inner_steps", "lr", "k", "changes")
     found: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(json.dumps([run[name] for name in names]), []).append(run)
+        found.setdefault(json.dumps([run[name] for name in SAME]), []).append(run)
     return [Setting(tuple(sorted(group, key=lambda run: run["seed"]))) for group in found.values()]
 
 
@@ -87,10 +96,24 @@ def is_main(run: Run) -> bool:
 
 
 def main_settings(model: str) -> list[Setting]:
-    """One for each method that was run in the main setting, in the order of METHODS."""
-    found = {s.first["method"]: s for s in settings(filter(is_main, load()))
-             if s.first["model"] == model}  # fmt: skip
+    """One for each method that was run in the main setting, in the order of METHODS.
+
+    Of several rates that with most seeds, of these the best with the first one of them.
+    """
+    found: dict[str, Setting] = {}
+    for setting in sorted(settings(filter(is_rate, load())), key=most_seeds_then_loss):
+        if setting.first["model"] == model:
+            found.setdefault(setting.first["method"], setting)
     return [found[name] for name in METHODS if name in found]
+
+
+def is_rate(run: Run) -> bool:
+    """The main setting, with whatever learning rate."""
+    return set(run["changes"]) <= {"inner.lr"} and is_main(run | {"changes": {}})
+
+
+def most_seeds_then_loss(setting: Setting) -> tuple[int, float]:
+    return -len(setting.runs), setting.first["val_bpb_end"]
 
 
 def main_table(model: str) -> list[str]:
@@ -171,22 +194,52 @@ def verdict(model: str) -> str:
     )
 
 
+ALIKE = {"eras": "an era a site", "iid": "every site all speeches", "domains": "a domain a site"}
+
+
 def alike_table() -> list[str]:
-    """Sites of one era each against sites that all draw from all of it; small model, seed 0."""
+    """Sites that differ by era or domain, and sites that do not; small model."""
     lines = [
-        "| method | an era a site | against DDP | every site all text | against DDP |",
-        "| --- | --- | --- | --- | --- |",
+        "| method | "
+        + " | ".join(f"{said} | seeds | against DDP" for said in ALIKE.values())
+        + " |",
+        "| --- |" + " --- |" * (3 * len(ALIKE)),
     ]
-    found: dict[str, dict[str, float]] = {"eras": {}, "iid": {}}
-    for run in load():
-        if is_main(run | {"data": "eras"}) and (run["model"], run["seed"]) == ("small", 0):
-            found[run["data"]][run["method"]] = run["val_bpb_end"]
-    for name in (name for name in METHODS if name in found["iid"]):
+    found = {data: of_data(data) for data in ALIKE}
+    for name in METHODS:
+        if name not in found["iid"] | found["domains"]:
+            continue
         cells = []
-        for losses in found.values():
-            more = 100 * (losses[name] / losses["ddp"] - 1)
-            cells += [f"{losses[name]:.3f}", "" if name == "ddp" else f"{more:+.1f} %"]
+        for by_name in found.values():
+            setting = by_name.get(name)
+            cells += [setting.loss(), str(len(setting.runs))] if setting else ["", ""]
+            cells.append(setting.against(by_name.get("ddp")) if setting else "")
         lines.append(f"| {METHODS[name].title} | {' | '.join(cells)} |")
+    return lines
+
+
+def of_data(data: str) -> dict[str, Setting]:
+    """By method, the small model at the main setting but for the sites' text."""
+    runs = [
+        run for run in load()
+        if run["data"] == data and run["model"] == "small"
+        and is_main(run | {"data": "eras", "sites": SITES})
+        and run["sites"] == (len(DOMAINS) if data == "domains" else SITES)
+    ]  # fmt: skip
+    return {setting.first["method"]: setting for setting in settings(runs)}
+
+
+def domains_table() -> list[str]:
+    """Sites of one domain each: the loss on each domain's held-out text, the mean over seeds."""
+    lines = [
+        f"| method | seeds | all three | {' | '.join(DOMAINS)} |",
+        "| --- |" + " --- |" * (2 + len(DOMAINS)),
+    ]
+    for setting in of_data("domains").values():
+        parts = [fmean(run["val_bpb_parts"][name] for run in setting.runs) for name in DOMAINS]
+        told = " | ".join(f"{loss:.3f}" for loss in parts)
+        title = METHODS[setting.first["method"]].title
+        lines.append(f"| {title} | {len(setting.runs)} | {setting.loss()} | {told} |")
     return lines
 
 
@@ -206,12 +259,11 @@ def described(model: str) -> str:
     )
 
 
-def rate_table() -> list[str]:
-    """The search for learning rates: small model, main setting, seed 0."""
+def rate_table(model: str) -> list[str]:
+    """The search for learning rates: main setting, seed 0."""
     runs = [
         run for run in load()
-        if run["model"] == "small" and run["seed"] == 0 and set(run["changes"]) <= {"inner.lr"}
-        and is_main(run | {"changes": {}})
+        if run["model"] == model and run["seed"] == 0 and is_rate(run)
     ]  # fmt: skip
     rates = sorted({run["lr"] for run in runs})
     found = {(run["method"], run["lr"]): f"{run['val_bpb_end']:.3f}" for run in runs}
@@ -311,7 +363,8 @@ def varied_table() -> list[str]:
     ]
     for setting in settings(load()):
         run = setting.first
-        plain = is_main(run | {"data": "eras"})  # in a table of its own
+        shape = {"data": "eras", "sites": SITES if run["data"] == "domains" else run["sites"]}
+        plain = is_main(run | shape)  # in a table of its own
         if plain or set(run["changes"]) == {"inner.lr"}:
             continue
         changed = ", ".join(f"{k} = {v}" for k, v in run["changes"].items() if k != "inner.steps")
@@ -342,10 +395,12 @@ def real_runs() -> list[str]:
 BLOCKS: dict[str, Callable[[], list[str]]] = {
     "convergence": readme_table,
     "convergence-models": all_tables,
-    "convergence-rates": rate_table,
+    "convergence-rates": partial(rate_table, "small"),
+    "convergence-rates-3m": partial(rate_table, "3m"),
     "convergence-intervals": interval_table,
     "convergence-choices": choices_table,
     "convergence-alike": alike_table,
+    "convergence-domains": domains_table,
     "convergence-varied": varied_table,
     "convergence-real": real_runs,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,20 @@ from loco.plan import Setting
 WAN_RUNS = (
     "wan_834k_2026-11-30.json", "wan_10m_2026-11-30.json", "wan_10m_cubic_2026-11-30.json",
 )  # fmt: skip
+OVERLAP = "overlap_cpu_2026-11-30.jsonl"
+DOWNLINK = "downlink_cpu_2026-12-01.jsonl"
+SCALING = "scaling_cpu_2026-12-01.jsonl"
 RESULTS = Path(__file__).parents[1] / "docs/results"
 
 
 def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def demo_lines() -> list[str]:
@@ -106,10 +116,9 @@ def congestion(report: dict[str, Any]) -> str:
 
 def overlap_lines() -> list[str]:
     """What a delay costs: each run against the mean of its seed's two controls."""
-    text = (RESULTS / "overlap_cpu_2026-11-30.jsonl").read_text(encoding="utf-8")
     kinds: dict[tuple[str, str, int, bool], list[dict[str, Any]]] = {}
     controls: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for run in map(json.loads, text.splitlines()):
+    for run in lines_of(OVERLAP):
         what = (run["method"], run.get("model", "small"))
         kinds.setdefault((*what, run["delay"], run["blind"]), []).append(run)
         if run["delay"] == 0:
@@ -144,3 +153,47 @@ def _distance(runs: list[dict[str, Any]], alone: dict[int, list[float]]) -> str:
 def _noise(pairs: list[list[float]]) -> float:
     """Standard deviation of a run, from pairs that differ by a millionth of their initial theta."""
     return math.sqrt(statistics.fmean(((a - b) / a) ** 2 / 2 for a, b in pairs))
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class Downlink:
+    """Settings of benchmarks.downlink that its page compares."""
+
+    method: str
+    bits: int
+    exact: bool
+    k: int
+
+
+def downlink_points() -> dict[Downlink, list[dict[str, Any]]]:
+    """The runs of each setting, one a seed."""
+    found: dict[Downlink, list[dict[str, Any]]] = {}
+    for run in lines_of(DOWNLINK):
+        at = Downlink(method=run["method"], bits=run["bits"], exact=run["exact"], k=run["k"])
+        found.setdefault(at, []).append(run)
+    return dict(sorted(found.items()))
+
+
+def downlink_lines() -> list[str]:
+    """Loss by the bits of the update, and what an update in fp32 would have given."""
+    lines = [
+        "| method | bits a value | k | bits up | bits down | seeds | bits per byte (lowest to "
+        "highest) | update in fp32 | coded, against it |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    points = downlink_points()
+    for at, runs in points.items():
+        if at.exact:
+            continue
+        losses = {run["seed"]: run["val_bpb_end"] for run in runs}
+        exact = {run["seed"]: run["val_bpb_end"] for run in points.get(replace(at, exact=True), [])}
+        ratios = [losses[seed] / exact[seed] - 1 for seed in losses.keys() & exact.keys()]
+        against = f"{statistics.fmean(ratios):+.1%}" if ratios else ""
+        control = f"{statistics.fmean(exact.values()):.3f}" if exact else ""
+        up, down = (statistics.fmean(run[f"bits_{way}"] for run in runs) for way in ("up", "down"))
+        lines.append(
+            f"| {at.method} | {at.bits} | {at.k} | {up:.3f} | {down:.3f} | {len(runs)} "
+            f"| {statistics.fmean(losses.values()):.3f} ({min(losses.values()):.3f} to "
+            f"{max(losses.values()):.3f}) | {control} | {against} |"
+        )
+    return lines

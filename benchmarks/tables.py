@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import convergence_tables, scaling
-from benchmarks.recorded import demo_lines, overlap_lines, wan_lines
+from benchmarks.recorded import demo_lines, downlink_lines, overlap_lines, wan_lines
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -29,6 +29,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "demo": demo_lines,
     "wan": wan_lines,
     "overlap": overlap_lines,
+    "downlink": downlink_lines,
 }
 
 
