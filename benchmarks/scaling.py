@@ -2,15 +2,18 @@
 
 Bytes and seconds are those of `loco.plan.predict`; what the coordinator holds follows from its
 design (docs/architecture.md): theta and the residual in memory-mapped files, two snapshots of both,
-`state.keep_updates` updates, and the contributions of the round.
+`state.keep_updates` updates, and the contributions since the older snapshot. What a coordinator's
+process spends is measured by benchmarks.scaling_run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
+from typing import Any
 
-from benchmarks.recorded import WAN_RUNS, congestion, read, wan_setting
+from benchmarks.recorded import SCALING, WAN_RUNS, congestion, lines_of, read, wan_setting
 from coordinator.snapshots import KEEP as SNAPSHOTS_KEPT
 from loco.config import CodecConfig, StateConfig
 from loco.layout import Layout
@@ -26,6 +29,7 @@ INNER_STEPS, K = 30, 64
 K_SITES = int(CodecConfig().k_sites)
 SITE_MBIT, COORDINATOR_MBIT, RTT_MS = 1e3, 10e3, 80
 UPDATES_KEPT = int(StateConfig().keep_updates)
+CONTRIBUTIONS_KEPT = SNAPSHOTS_KEPT * int(StateConfig().snapshot_every_rounds)  # rounds, at most
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,13 @@ class Load:
 
     @property
     def disk_bytes(self) -> int:
-        """The working buffers, the snapshots of both, kept updates, contributions of a round."""
+        """What it may come to, with the default rounds between snapshots."""
+        return self.disk_bytes_with(updates=UPDATES_KEPT, contributions=CONTRIBUTIONS_KEPT)
+
+    def disk_bytes_with(self, *, updates: int, contributions: int) -> int:
+        """Working buffers, the snapshots of both, and what was kept of so many rounds."""
         buffers = (1 + SNAPSHOTS_KEPT) * self.memory_bytes
-        return buffers + UPDATES_KEPT * self.round.bytes_down + self.bytes_in
+        return buffers + updates * self.round.bytes_down + contributions * self.bytes_in
 
     @property
     def blocking_parts(self) -> dict[str, float]:
@@ -109,21 +117,31 @@ def table() -> list[str]:
 
 def limits() -> list[str]:
     """By size: the most sites whose exchange still hides behind the inner steps."""
+    dearer = core_factor()
     lines = [
-        "| parameters | sites that still compute 95 % with overlap | with eight cores for the "
-        "reduction | with the downlink relayed besides | dense DiLoCo, seconds a site |",
-        "| --- | --- | --- | --- | --- |",
+        "| parameters | sites that still compute 95 % with overlap | a core's work as measured, "
+        f"{dearer:.1f} times the formula's | that on eight cores | with the downlink relayed "
+        "besides | dense DiLoCo, seconds a site |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
+    ways = ((1.0, False), (dearer, False), (dearer / 8, False), (dearer / 8, True))
     for params in RANKS:
         dense = predict(replace(load(params, 2).setting, bits=32))
-        counts = [
-            most_sites(params, cores, tree) for cores, tree in ((1, False), (8, False), (8, True))
-        ]
+        counts = [most_sites(params, core, relayed) for core, relayed in ways]
         told = " | ".join("none" if count == 0 else str(count) for count in counts)
         lines.append(
             f"| {params / 1e9:g}B | {told} | {seconds(dense.up_seconds + dense.down_seconds)} |"
         )
     return lines
+
+
+def core_factor() -> float:
+    """CPU of a measured round over the formula's seconds of the coordinator's core."""
+    return fmean(
+        row["cpu_seconds_a_round"] / load_of(row).round.coordinator_seconds
+        for row in lines_of(SCALING)
+        if "sites" in row
+    )
 
 
 def measured() -> list[str]:
@@ -145,16 +163,72 @@ def measured() -> list[str]:
     return lines
 
 
-def most_sites(params: float, cores: int, relayed: bool) -> int:
+def coordinator() -> list[str]:
+    """The formulas against the process of a real coordinator, with light sites on loopback."""
+    lines = [
+        "| parameters | sites | CPU of a round: formula | measured | of a snapshot, measured "
+        "| memory: formula | peak | of it not mapped files | disk: formula | measured "
+        "| update: formula | measured |",
+        "| --- |" + " --- |" * 11,
+    ]
+    for row in (row for row in lines_of(SCALING) if "sites" in row):
+        one = load_of(row)
+        rounds = row["rounds"]
+        disk = one.disk_bytes_with(updates=rounds, contributions=rounds)
+        lines.append(
+            f"| {row['params'] / 1e6:.0f} M | {row['sites']} "
+            f"| {one.round.coordinator_seconds:.2f} s | {row['cpu_seconds_a_round']:.2f} s "
+            f"| {row['cpu_seconds_a_snapshot']:.2f} s "
+            f"| {human_bytes(one.memory_bytes)} | {human_bytes(row['peak_memory_bytes'])} "
+            f"| {human_bytes(row['own_memory_bytes'])} "
+            f"| {human_bytes(disk)} | {human_bytes(row['disk_bytes'])} "
+            f"| {human_bytes(one.round.bytes_down)} | {human_bytes(row['bytes_down'])} |"
+        )
+    return lines
+
+
+def load_of(row: dict[str, Any]) -> Load:
+    """What the formulas say of a measured round; one rank a site, links without a limit."""
+    setting = replace(
+        load(1e9, 2).setting,
+        layout=Layout.of([("parameters", (int(row["params"]),))]), sites=row["sites"], ranks=1,
+        k=row["k"], k_sites=row["k_sites"],
+    )  # fmt: skip
+    return Load(setting, predict(setting))
+
+
+def transport() -> list[str]:
+    """CPU of the coordinator's process a megabyte, and what that makes of the largest rounds."""
+    rows = [row for row in lines_of(SCALING) if "tls" in row]
+    lines = [
+        "| over | moved | CPU a MB sent | CPU a MB received, synced and checked |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {'mutual TLS' if row['tls'] else 'plaintext'} | {row['megabytes']:.0f} MB each way "
+        f"| {row['cpu_ms_a_megabyte_sent']:.1f} ms | {row['cpu_ms_a_megabyte_received']:.1f} ms |"
+        for row in rows
+    ]
+    sent = fmean(row["cpu_ms_a_megabyte_sent"] for row in rows if row["tls"])
+    told = ", ".join(
+        f"{params / 1e9:g}B {seconds(load(params, SITES[-1]).bytes_out / 1e6 * sent / 1e3)}"
+        for params in RANKS
+    )
+    lines += ["", f"With {SITES[-1]} sites, a round's updates then cost a core: {told}."]
+    return lines
+
+
+def most_sites(params: float, core: float, relayed: bool) -> int:
     """Of SITES, the most whose exchange takes no longer than the inner steps over 0.95.
 
-    `relayed`: caches beside the sites pass updates on; the coordinator's link is then not shared.
+    `core`: what the coordinator's part takes, times the formula's seconds. `relayed`: caches beside
+    the sites pass updates on; the coordinator's link is then not shared.
     """
     fitting = [0]
     for sites in SITES:
         one = load(params, sites, None if relayed else COORDINATOR_MBIT)
         parts = one.blocking_parts
-        parts["coordinator's core"] /= cores
+        parts["coordinator's core"] *= core
         if sum(parts.values()) <= INNER_STEPS * STEP_SECONDS[params] / 0.95:
             fitting.append(sites)
     return max(fitting)

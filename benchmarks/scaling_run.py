@@ -183,7 +183,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, a measurement each")
     parser.add_argument("--sizes", nargs="+", type=int, default=[124, 495], choices=MODELS)
-    parser.add_argument("--sites", nargs="+", type=int, default=[2, 8])
+    parser.add_argument("--sites", nargs="*", type=int, default=[2, 8], help="none: transport only")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     measures = [

@@ -26,6 +26,8 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "scaling": scaling.table,
     "scaling-limits": scaling.limits,
     "scaling-measured": scaling.measured,
+    "scaling-coordinator": scaling.coordinator,
+    "scaling-transport": scaling.transport,
     "demo": demo_lines,
     "wan": wan_lines,
     "overlap": overlap_lines,
