@@ -46,7 +46,7 @@ GRIDS = (
     "--method recipe --vary inner.steps 15 60 --vary codec.k 32 128",
 )
 """Arguments of benchmarks.convergence, for each model; the rates are those of the small one. By the
-seconds of CPU in the results file 41 minutes of a core, in pairs 21 on the clock."""
+seconds of CPU in the results file 36 minutes of a core, in pairs 18 on the clock."""
 OVERLAPS = ("--seed 0 1 2 --delay 0 5 15",)
 DOWNLINKS = (
     "--seed 0 1 2 --k 16 64 256",
