@@ -171,7 +171,7 @@ def readme_table() -> list[str]:
 
     model = max(reversed(MODELS), key=num_seeds)
     judged = [line for name in MODELS if num_seeds(name) for line in (verdict(name), "")]
-    return [f"{described(model)}:", "", *main_table(model), "", *judged[:-1]]
+    return [f"{described(model)}:", "", *main_table(model), "", *judged, domains_verdict()]
 
 
 def verdict(model: str) -> str:
@@ -241,6 +241,20 @@ def domains_table() -> list[str]:
         title = METHODS[setting.first["method"]].title
         lines.append(f"| {title} | {len(setting.runs)} | {setting.loss()} | {told} |")
     return lines
+
+
+def domains_verdict() -> str:
+    """How far from DDP methods end where sites differ more than eras do."""
+    by_name = of_data("domains")
+    distances = [
+        f"{METHODS[name].title} {by_name[name].against(by_name['ddp'])}"
+        for name in ("kept-5", "localsgd", "diloco")
+        if name in by_name
+    ]
+    return (
+        f"{by_name['ddp'].first['params']:,} parameters, three sites with one domain each "
+        f"({', '.join(DOMAINS)}), against DDP: {'; '.join(distances)}."
+    )
 
 
 def all_tables() -> list[str]:
