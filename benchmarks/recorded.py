@@ -21,6 +21,7 @@ WAN_RUNS = (
 )  # fmt: skip
 OVERLAP = "overlap_cpu_2026-11-30.jsonl"
 DOWNLINK = "downlink_cpu_2026-12-01.jsonl"
+DOWNLINK_WAYS = "downlink_ways_cpu_2026-11-30.jsonl"
 SCALING = "scaling_cpu_2026-12-01.jsonl"
 RESULTS = Path(__file__).parents[1] / "docs/results"
 
@@ -195,5 +196,21 @@ def downlink_lines() -> list[str]:
             f"| {at.method} | {at.bits} | {at.k} | {up:.3f} | {down:.3f} | {len(runs)} "
             f"| {statistics.fmean(losses.values()):.3f} ({min(losses.values()):.3f} to "
             f"{max(losses.values()):.3f}) | {control} | {against} |"
+        )
+    return lines
+
+
+def downlink_ways() -> list[str]:
+    """Other ways to a small update, as a throw-away script tried them; seed 0."""
+    lines = [
+        "| R | up: values of 4096 | down | bits up | bits down | bits per byte |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in lines_of(DOWNLINK_WAYS):
+        highest = run.get("val_bpb_highest")
+        risen = f", had risen to {highest:.2f}" if highest else ""
+        lines.append(
+            f"| {run['sites']} | {run['up']} | {run['down']} | {run['bits_up']:.3f} "
+            f"| {run['bits_down']:.3f} | {run['val_bpb_end']:.3f}{risen} |"
         )
     return lines

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import convergence_tables, scaling
-from benchmarks.recorded import demo_lines, downlink_lines, overlap_lines, wan_lines
+from benchmarks.recorded import demo_lines, downlink_lines, downlink_ways, overlap_lines, wan_lines
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -32,6 +32,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "wan": wan_lines,
     "overlap": overlap_lines,
     "downlink": downlink_lines,
+    "downlink-ways": downlink_ways,
 }
 
 

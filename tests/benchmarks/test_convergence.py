@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.convergence import check_device, key_of, simulated_run
 from benchmarks.convergence_tables import Setting, settings
-from benchmarks.evidence import GRIDS
 from benchmarks.methods import METHODS, changed, config_of
 from benchmarks.simulation import all_reduce_bytes
 from benchmarks.torchft_diloco import torchft_run
@@ -81,11 +80,6 @@ def test_bytes_are_counted_against_gradients_in_every_step() -> None:
     setting = Setting((run_of(0, 2.0, inner_steps=10, dense_bytes=1000, traces=traces),))
     assert setting.fewer_than_ddp("up") == pytest.approx(100.0)
     assert setting.fewer_than_ddp("up", "down") == pytest.approx(10_000 / 150)
-
-
-def test_evidence_asks_for_methods_that_there_are() -> None:
-    words = {word for line in GRIDS for word in line.split("--method")[1].split("--")[0].split()}
-    assert words <= METHODS.keys()
 
 
 def test_a_device_for_a_method_that_runs_processes_is_refused() -> None:
