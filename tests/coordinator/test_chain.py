@@ -230,10 +230,10 @@ def test_a_site_refuses_history_that_the_coordinator_has_not_signed(
         answer = site.session.next_directive(0, held)
         while answer.directive != pb.DIRECTIVE_UPDATE:
             answer = site.session.next_directive(0, held)
-        update = site.session.pull(0, range(answer.update_bytes))
+        update = bytes(site.session.pull(0, range(answer.update_bytes)))
         site.session.check_update(answer.entry, 0, update)
         for wrong, says in (
-            (lambda: site.session.check_update(answer.entry, 0, bytes(update) + b"x"), "is not what"),
+            (lambda: site.session.check_update(answer.entry, 0, update + b"x"), "is not what"),
             (lambda: site.session.check_update(answer.entry, 1, update), "update 0 of run"),
             (lambda: site.session.check_snapshot(answer.entry, 0, held), "where snapshot 0"),
             (lambda: site.session.check_update(pb.SignedEntry(), 0, update), "malformed"),
