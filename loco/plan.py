@@ -19,7 +19,7 @@ from loco.codec import HEADER_BYTES, encode
 from loco.codec.backend import WORTH_COMPILING
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout, cells
-from loco.outer import k_of_site
+from loco.outer import GUESS_AFTER_STEPS, k_of_site
 from loco.wire.protocol import BLOCK_BYTES, INLINE_UPDATE_BYTES
 
 DENSE_BITS = 32
@@ -200,8 +200,10 @@ def predict(setting: Setting) -> Prediction:
 
     def waiting(delay_steps: int) -> float:
         """What of the exchange so many inner steps do not hide."""
-        steps_left = delay_steps - HANDOVER_STEPS
-        return min(exchange, max(0.0, exchange - steps_left * setting.step_seconds))
+        guesses = delay_steps > GUESS_AFTER_STEPS and setting.bits != DENSE_BITS
+        first = max(0.0, encode - GUESS_AFTER_STEPS * setting.step_seconds) if guesses else 0.0
+        hidden = (delay_steps - HANDOVER_STEPS) * setting.step_seconds
+        return min(exchange, first + max(0.0, exchange - first - hidden))
 
     waits = waiting(setting.delay_steps)
     utilisation = compute / (compute + waits)

@@ -37,13 +37,15 @@ Made = Callable[[int, bytes], None]
 
 
 def contribution_bytes(config: Config, layout: Layout) -> int:
-    """About what a site sends in a round, its densest one."""
+    """About what a site sends in an ordinary round.
+
+    Denser ones, at the begin or the end, come in as many parts: cut by them, all others would be
+    crumbs, each with a call of its own.
+    """
     codec_ = config.codec
     if codec_.bits == 32:
         return 4 * layout.num_elements
-    own = [fragment.k or 0 for fragment in config.outer.own_fragments.values()]
-    k = max(codec_.k, codec_.k_start or 0, codec_.k_end or 0, *own)
-    return layout.num_chunks * k * (8 + codec_.bits) // 8  # positions take about 8 bits
+    return layout.num_chunks * codec_.k * (8 + codec_.bits) // 8  # positions take about 8 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,14 +228,14 @@ class Exchange:
         self._starts.reverse()  # the anchor may still be the other one
         return np.subtract(self._theta, self._ef, out=self._starts[0])
 
-    def _guess_from(
+    def _fill(
         self,
+        guess: npt.NDArray[np.float32],
         error_feedback: npt.NDArray[np.float32],
         parts: Sequence[tuple[slice, codec.FeedbackEncoded]],
         own_step: float,
     ) -> None:
         """The guess of `anticipate`, from EF = a - v and v."""
-        guess = self._guess
         if self._config.outer.unsent == "feedback":
             np.copyto(guess, self._theta)
         else:
@@ -292,7 +294,7 @@ class Exchange:
             parts += encoded
         norm_sq = sum(encoded.norm_sq for _, encoded in parts)
         if own_step:
-            self._guess_from(self._ef, parts, own_step)
+            self._fill(self._guess, self._ef, parts, own_step)
 
         def keep() -> None:
             self._sent = Sent(self.round, parts)

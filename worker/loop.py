@@ -137,6 +137,7 @@ class Worker(Entry):
                 raise
             except RefusedError as refused:
                 self._session.forget_directive()
+                self._session.forget_pushes()
                 self._take_refusal(refused)
 
     def _prepare(self, plan: pb.RoundPlan, *, push: bool = False) -> Contribution:
@@ -210,7 +211,8 @@ class Worker(Entry):
             staged = self._meanwhile.do(
                 lambda: self._exchange.encode(k, own_step=own_step, made=made)
             )
-        self._train_ahead(self._delay_left())
+        if guesses:
+            self._train_ahead(self._delay_left())
         sums = self._site.sum(
             staged.ef_norm_sq,
             self._session.retries,

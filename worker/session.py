@@ -35,10 +35,12 @@ from loco.wire.protocol import (
     sizes_by_kind,
     wire_size,
 )
-from loco.wire.refusal import describe, refusal_of
+from loco.wire.refusal import describe
 from loco.wire.v1 import coordinator_pb2 as pb
 from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
+from worker.again import DamagedBlockError, check_hope
 from worker.lanes import Lanes, Moved, lanes_a_rank, num_lanes
+from worker.signed import signed_fact
 from worker.stall import Motion, StalledError, Watch
 from worker.throttle import Throttle
 
@@ -55,23 +57,6 @@ POLL_SECONDS = 20.0
 ANSWER_SECONDS = 140.0  # a poll, and an update that comes with its answer at 35 kbit/s
 MAX_PAUSE_SECONDS = 5.0
 SAY_SECONDS = 5.0  # between lines about a coordinator that is away
-# Answers that mean "not now": the coordinator is starting, stopping (which cancels calls), out of
-# reach or has failed, or bytes were damaged on the way.
-_TRY_AGAIN = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-)
-# Refusals that time or an operator resolves while the site waits: a full disk, a coordinator with
-# an older copy of its state or an empty one, which the site's progress and EF must survive; a
-# certificate that ended, for the bundle may be renewed; and limits.
-_WAIT_FOR = ("disk_full", "ahead", "run_id", "expired", "rate", "slow", "quota", "too_many_calls")
-
-
-class DamagedBlockError(Exception):
-    """A block came with another checksum than it left with; it is fetched again."""
 
 
 class _Stream(Protocol):
@@ -121,7 +106,7 @@ class Session:
         self.wire = wire
         self._lanes = Lanes(address, self.access, lanes_a_rank(num_ranks))
         self._num_ranks = num_ranks
-        self._begun: dict[tuple[int, int, bytes], Future[pb.PushResponse]] = {}
+        self._begun: dict[tuple[int, int, int, bytes], Future[pb.PushResponse]] = {}
         self._counting = threading.Lock()
         self.up, self.down = Moved(), Moved()
         self._up, self._down = Throttle(bytes_per_second), Throttle(bytes_per_second)
@@ -130,6 +115,7 @@ class Session:
         self._random = Random()  # the global one may be a user's, who counts on its state
         self._away_since: float | None = None
         self._said = 0.0
+        self._up_motion = Motion()
         self._closed = False
         self._asked: _Asked | None = None
         self.caller = pb.Caller()
@@ -239,7 +225,7 @@ class Session:
 
     def begin_push(self, header: pb.PushHeader, body: bytes) -> None:
         """Begin to upload one of several shards, beside others; `push` of it waits for its end."""
-        key = (header.round, header.shard, bytes_digest(body))
+        key = self._name(header, body)
         self._begun = {k: push for k, push in self._begun.items() if k[0] >= header.round}
         before = self._begun.get(key)
         if before is None or (before.done() and before.exception() is not None):
@@ -249,8 +235,18 @@ class Session:
 
     def push(self, header: pb.PushHeader, body: bytes) -> pb.PushResponse:
         """Upload one shard; safe to repeat, and goes on where a broken stream stopped."""
-        begun = self._begun.pop((header.round, header.shard, bytes_digest(body)), None)
+        begun = self._begun.pop(self._name(header, body), None)
         return self._push(self._lanes.first, header, body) if begun is None else begun.result()
+
+    def forget_pushes(self) -> None:
+        """What `begin_push` began is not wanted any more; what is on its way goes to its end."""
+        for push in self._begun.values():
+            push.cancel()
+        self._begun.clear()
+
+    def _name(self, header: pb.PushHeader, body: bytes) -> tuple[int, int, int, bytes]:
+        """Tells uploads apart: a coordinator that has lost one asks another incarnation for it."""
+        return header.round, self.caller.incarnation, header.shard, bytes_digest(body)
 
     def _push(
         self,
@@ -269,7 +265,7 @@ class Session:
             header.offset = 0 if fresh else self._push_offset(header)
             self._resumed(header.offset)
             fresh = False
-            with Watch() as watch:
+            with Watch(self._up_motion) as watch:
                 messages = self._push_messages(header, body, watch, sent)
                 call = link.stub.Push.future(messages)
                 watch.start(call.cancel)
@@ -348,17 +344,7 @@ class Session:
         authority = self._lanes.first.authority
         if authority is None:
             return None
-        from loco.chain import Entry, check_fact, verify  # plaintext needs none of its imports
-
-        signed = Entry(
-            body=entry.body,
-            previous=entry.previous,
-            signature=entry.signature,
-            certificate=entry.certificate,
-        )
-        fact = verify(signed, authority)
-        check_fact(fact, run_id=self.caller.run_id, kind=kind, round_=round_)
-        return fact
+        return signed_fact(entry, authority, run_id=self.caller.run_id, kind=kind, round_=round_)
 
     # --- plumbing -------------------------------------------------------------------------------
 
@@ -433,6 +419,10 @@ class Session:
         while True:
             try:
                 result = attempt()
+            except ValueError:
+                if not self._closed:
+                    raise
+                raise UnreachableError("the session is closed") from None  # gRPC's way to say so
             except (grpc.RpcError, DamagedBlockError, StalledError) as error:
                 self._check_hope(error)
                 with self._counting:
@@ -461,20 +451,8 @@ class Session:
         elif isinstance(error, StalledError):
             self._check_patience(str(error))
         else:
-            refused = refusal_of(error)
-            if refused is not None and refused.reason not in _WAIT_FOR:
-                raise refused from None
-            if refused is None and error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                raise UnreachableError(
-                    f"what answers at {self.address} does not know this call "
-                    f"({describe(error)}): it is another service or another version; check the "
-                    "address, and install the same version of loco on both sides"
-                ) from None
-            if self._closed or (refused is None and error.code() not in _TRY_AGAIN):
-                raise UnreachableError(
-                    f"the coordinator at {self.address} failed: {describe(error)}"
-                ) from None
-            self._check_patience(describe(error), unanswered=refused is None)
+            answered = check_hope(error, self.address, closed=self._closed)
+            self._check_patience(describe(error), unanswered=not answered)
 
     def _check_credentials(self) -> str | None:
         """Why the two sides do not accept each other, if that is it: a site that was never answered

@@ -11,12 +11,12 @@ def exact_run(seed: int, rounds: int = ENDLESS) -> Raw:
     """Every site is in every round, whatever happens: the run must equal an undisturbed one.
 
     No site makes inner steps while it waits (`max_local_steps`), nobody is given up
-    (`dead_after_seconds`), no round closes early (`grace_seconds`). Of even seeds both inner
-    steps are made while the exchange goes on, the second one from a guess of the update. Of seeds 2
-    and 3 of each four, three fragments take turns with one of the embedding's own; of the upper
-    four of each eight the replica keeps what was not sent.
+    (`dead_after_seconds`), no round closes early (`grace_seconds`). Of seeds 0 of each
+    four one of both inner steps is made while the exchange goes on, of seeds 2 both, the second one
+    from a guess of the update. Of seeds 2 and 3 of each four, three fragments take turns with one
+    of the embedding's own; of the upper four of each eight the replica keeps what was not sent.
     """
-    outer: Raw = {"delay_steps": 0 if seed % 2 else 2}
+    outer: Raw = {"delay_steps": 0 if seed % 2 else 1 + seed % 4 // 2}
     if seed % 4 >= 2:
         table = {"tensors": ["embed_tokens.weight"], "k": 128, "bits": 1}
         outer |= {"fragments": 3, "own_fragments": {"table": table}}

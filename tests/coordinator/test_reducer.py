@@ -28,6 +28,9 @@ from loco.layout import CELL_CHUNKS, CHUNK, Layout, cells
 SPARSE = config_of()
 DENSE = config_of(codec={"bits": 32}, outer={"aggregation": "mean", "alpha": 0.7})
 NESTEROV = config_of(codec={"bits": 32}, outer={"aggregation": "nesterov", "alpha": 0.7})
+SPARSE_NESTEROV = config_of(
+    outer={"aggregation": "nesterov", "alpha": 0.7, "unsent": "replica", "beta": 0.0}
+)
 DELTAS = {
     "paris": (vector(LAYOUT, 1, scale=1e-2), 300),
     "oslo": (vector(LAYOUT, 2, scale=1e-2), 100),
@@ -94,7 +97,11 @@ def decoded(a: Array, config: Config) -> Array:
     return out
 
 
-@pytest.mark.parametrize("config", [SPARSE, DENSE, NESTEROV], ids=["sparse", "dense", "nesterov"])
+@pytest.mark.parametrize(
+    "config",
+    [SPARSE, DENSE, NESTEROV, SPARSE_NESTEROV],
+    ids=["sparse", "dense", "nesterov", "sparse nesterov"],
+)
 def test_any_order_of_arrival_gives_the_same_bits(config: Config, tmp_path: Path) -> None:
     made = [
         reduce(tmp_path / str(i), config, order)
@@ -105,7 +112,11 @@ def test_any_order_of_arrival_gives_the_same_bits(config: Config, tmp_path: Path
     assert len({residual.tobytes() for _, _, residual in made}) == 1
 
 
-@pytest.mark.parametrize("config", [SPARSE, DENSE, NESTEROV], ids=["sparse", "dense", "nesterov"])
+@pytest.mark.parametrize(
+    "config",
+    [SPARSE, DENSE, NESTEROV, SPARSE_NESTEROV],
+    ids=["sparse", "dense", "nesterov", "sparse nesterov"],
+)
 def test_ranks_only_cut_rows(config: Config, tmp_path: Path) -> None:
     """A site of one rank and one of several give the same update."""
     whole = reduce(tmp_path / "1", config)

@@ -135,21 +135,31 @@ def test_a_model_of_more_than_one_cell_too(tmp_path: Path, delay: int) -> None:
         assert digests(coordinator) == simulated(config)
 
 
-def test_inner_steps_go_on_while_a_contribution_is_on_its_way(tmp_path: Path) -> None:
-    """The upload is held up until the steps of the delay are made: else nothing would go on."""
-    made: list[int] = []
-    with run_of(tmp_path / "state", config_of_run(2, sites=("paris",))) as coordinator:
+@pytest.mark.parametrize(("delay", "bits"), [(2, 2), (H, 2), (H, 32)], ids=["2", "H", "dense"])
+def test_inner_steps_go_on_while_a_contribution_is_on_its_way(
+    tmp_path: Path, delay: int, bits: int
+) -> None:
+    """The upload is held up until the steps of the delay are made: else nothing would go on.
+
+    When it begins most of them are still to be made: it does not wait for them either.
+    """
+    made: list[tuple[int, int]] = []
+    raw = config_of_run(delay, sites=("paris",), outer={"aggregation": "mean"}).model_dump()
+    raw["codec"] |= {"bits": bits}
+    with run_of(tmp_path / "state", Config.model_validate(raw)) as coordinator:
 
         def hold_up(what: str, round_: int) -> bool:
             if what == "before push" and round_ == 2:
                 trainer = life.worker._trainer
-                eventually(lambda: trainer.local_steps == 2, "two steps were made meanwhile")
-                made.append(trainer.local_steps)
+                before = trainer.local_steps
+                eventually(lambda: trainer.local_steps == delay, "steps were made meanwhile")
+                made.append((before, trainer.local_steps))
             return False
 
         life = Life(coordinator.address, "paris", is_over=hold_up)
         life.finishes()
-    assert made == [2]
+    ((before, after),) = made
+    assert before <= 1 < after == delay
 
 
 def test_a_delay_changes_theta_from_the_second_round_on() -> None:

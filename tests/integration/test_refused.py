@@ -165,10 +165,12 @@ class Flipping:
         self._left = pushes
         session._push_messages = self  # type: ignore[method-assign,assignment]
 
-    def __call__(self, header: pb.PushHeader, body: bytes, watch: Any) -> Iterator[pb.PushRequest]:
+    def __call__(
+        self, header: pb.PushHeader, body: bytes, *others: Any
+    ) -> Iterator[pb.PushRequest]:
         flip = self._left > 0
         self._left -= flip
-        return self._messages(header, bytes([body[0] ^ flip]) + body[1:], watch)
+        return self._messages(header, bytes([body[0] ^ flip]) + body[1:], *others)
 
 
 def test_bytes_that_came_damaged_are_sent_again(tmp_path: Path) -> None:

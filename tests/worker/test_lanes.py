@@ -173,9 +173,13 @@ def test_an_upload_that_has_sent_its_bytes_leaves_the_connection_to_the_next_one
     assert len(links) == 2
 
 
-def test_an_upload_that_fails_leaves_its_connection_too(lanes: Lanes) -> None:
+@pytest.mark.parametrize("its_bytes_have_gone", [True, False])
+def test_an_upload_that_fails_leaves_its_connection_too(
+    lanes: Lanes, its_bytes_have_gone: bool
+) -> None:
     def upload(_: Link, sent: Callable[[], None]) -> None:
-        sent()
+        if its_bytes_have_gone:
+            sent()
         raise ValueError("broken")
 
     def other(link: Link, _: Callable[[], None]) -> Link:

@@ -38,7 +38,9 @@ class ReplicatedExchange(Exchange):
         None is given to `made`: before they are kept, members may change, and who uploads which.
         """
         self._check_finite()
-        error_feedback = self._ef.copy()
+        # An encoding that members' change leaves behind must not write into what a rank that was
+        # healed meanwhile has taken over.
+        error_feedback, guess = self._ef.copy(), self._guess
         shards, parts = {}, []
         for shard in range(self._members.num_shards):
             rows = self._layout.shard(shard, self._members.num_shards)
@@ -47,7 +49,7 @@ class ReplicatedExchange(Exchange):
             parts += encoded
         norm_sq = sum(part.norm_sq for _, part in parts) / self._members.num_ranks
         if own_step:
-            self._guess_from(error_feedback, parts, own_step)
+            self._fill(guess, error_feedback, parts, own_step)
 
         def keep() -> None:
             self._ef = error_feedback
