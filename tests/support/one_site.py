@@ -18,7 +18,7 @@ from coordinator.events import Event, RoundCommitted, ShardStored
 from coordinator.store import Store
 from loco.config import Config
 from loco.model import build_model, layout_of, pack
-from worker.exchange import Exchange, Made, Staged
+from worker.exchange import Exchange, Staged
 
 ROUNDS = 7
 H = 2
@@ -87,9 +87,9 @@ def watch_feedback(monkeypatch: pytest.MonkeyPatch) -> dict[int, npt.NDArray[np.
     found: dict[int, npt.NDArray[np.float32]] = {}
     encode = Exchange.encode
 
-    def look(exchange: Exchange, k: int, made: Made | None = None) -> Staged:
+    def look(exchange: Exchange, k: int, **options: Any) -> Staged:
         found[exchange.round] = exchange._ef.copy()
-        return encode(exchange, k, made)
+        return encode(exchange, k, **options)
 
     monkeypatch.setattr(Exchange, "encode", look)
     return found
