@@ -293,7 +293,9 @@ def advice(setting: Setting) -> list[str]:
     lines = []
     hides = math.ceil(now.exchange_seconds / setting.step_seconds) + HANDOVER_STEPS
     if hides <= setting.inner_steps:
-        lines.append(f"outer.delay_steps = {hides} hides the exchange behind inner steps")
+        then = predict(replace(setting, delay_steps=hides))
+        rest = "" if then.round_seconds == then.compute_seconds else ", but for encoding"
+        lines.append(f"outer.delay_steps = {hides} hides the exchange behind inner steps{rest}")
     left = now.round_seconds - now.compute_seconds
     steps = math.ceil(left * TARGET / (1 - TARGET) / setting.step_seconds)
     if steps <= MAX_STEPS:

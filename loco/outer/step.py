@@ -114,7 +114,11 @@ def _step(
     momentum: Array | None,
     rows: slice | npt.NDArray[np.bool_] = slice(None),
 ) -> Array:
-    """u, of those `rows` of the momentum that `total` and `weight_sum` hold."""
+    """u [the shape of `total`] fp32, of those `rows` of the momentum that `total` holds.
+
+    `nesterov` is DiLoCo's outer optimizer (arXiv 2311.08105): SGD with Nesterov momentum, torch's
+    form.
+    """
     if rules.aggregation != "nesterov":
         return _mean(rules, total, weight_sum)
     assert momentum is not None

@@ -203,6 +203,19 @@ def test_a_delay_hides_the_exchange_less_the_ends_of_inner_steps_at_which_it_goe
     assert waits == pytest.approx([exchange, exchange, exchange - 0.2, 0.0])
 
 
+def test_advice_on_a_delay_says_what_of_encoding_it_does_not_hide() -> None:
+    """Encoding hides behind one inner step: here it is longer than that."""
+    layout = Layout.of([("w", (100_000, 4096))])
+    slow = replace(
+        SETTING, layout=layout, ranks=1, step_seconds=0.1, inner_steps=500, up_mbit=500.0
+    )
+    delay = advice(slow)[0]
+    hides = int(delay.split("=")[1].split()[0])
+    p = predict(replace(slow, delay_steps=hides))
+    assert delay.endswith("but for encoding")
+    assert p.round_seconds - p.compute_seconds == pytest.approx(p.encode_seconds - 0.1)
+
+
 def test_who_follows_the_advice_reaches_what_it_says() -> None:
     thin = replace(SETTING, up_mbit=1.0, down_mbit=1.0, step_seconds=0.1)
     assert predict(thin).utilisation < 0.95
