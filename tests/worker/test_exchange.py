@@ -20,6 +20,7 @@ from loco.inner.groups import Group
 from loco.layout import CHUNK
 from loco.model import layout_of, pack
 from loco.outer import apply_update
+from worker.elastic.outer import ReplicatedExchange
 from worker.exchange import Exchange
 from worker.site import Site
 
@@ -294,6 +295,35 @@ def test_a_rank_that_is_healed_while_it_waits_knows_what_it_guessed() -> None:
         exchange.apply(exchange.stage(update))
         exchange.write_parameters(keep_progress=True)
     np.testing.assert_array_equal(pack(models[0], layout), pack(models[1], layout))
+
+
+class Healed(ReplicatedExchange):
+    """Becomes what another rank gives in the middle of an encoding, which goes on to its end."""
+
+    gift: tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+    def _encode_rows(self, *arguments: Any) -> list[Any]:
+        self.take(*self.gift)
+        return super()._encode_rows(*arguments)
+
+
+def test_an_encoding_that_is_left_behind_does_not_change_what_a_healed_rank_took(
+    model: Odd,
+) -> None:
+    layout = layout_of(model)
+    config = config_of(codec={"k": K}, outer={"beta": BETA})
+    rank = Healed(config, Site(torch.device("cpu"), Group()), model, layout)
+    rank.load(pack(model, layout).tobytes(), 0)
+    other = exchange_of(Odd())
+    other.capture(other.read() + np.float32(1))
+    other.encode(K, own_step=1.0).keep()
+    other.anticipate()
+    about, tensors = other.give()
+    taken = tensors["anchor"].numpy().copy()
+    rank.gift = (about, {name: tensor.clone() for name, tensor in tensors.items()})
+    rank.capture(rank.read() - np.float32(1))
+    rank.encode(K, own_step=0.5)
+    np.testing.assert_array_equal(rank.give()[1]["anchor"].numpy(), taken)
 
 
 def test_a_rank_that_took_an_open_contribution_gives_it_on(model: Odd) -> None:

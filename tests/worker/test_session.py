@@ -27,6 +27,7 @@ from loco.errors import RefusedError, UnreachableError
 from loco.metrics import Catalogue, WireMetrics
 from loco.wire.access import Access
 from loco.wire.v1 import coordinator_pb2 as pb
+from worker.lanes import LANES, STREAMS
 from worker.session import MAX_PAUSE_SECONDS, Session
 
 PAUSES = [0.1 * 2**i for i in range(6)]
@@ -260,3 +261,18 @@ def test_a_download_of_any_range(coordinator: Coordinator) -> None:
         assert len(whole) == size
         for span in (range(0), range(1, 9), range(5, size), range(size, size)):
             assert session.snapshot(0, span) == whole[span.start : span.stop]
+
+
+def test_uploads_that_are_not_wanted_any_more_are_not_begun_and_a_close_ends_the_others(
+    nobody: str,
+) -> None:
+    most, more = LANES * STREAMS, 6
+    with session_to(nobody) as session:
+        for shard in range(most + more):
+            session.begin_push(pb.PushHeader(shard=shard, num_shards=most + more), b"body")
+        begun = list(session._begun.values())
+        eventually(lambda: sum(push.running() for push in begun) == most, "all threads are busy")
+        session.forget_pushes()
+        assert [push.cancelled() for push in begun] == [False] * most + [True] * more
+        assert not session._begun
+    assert all(isinstance(push.exception(30.0), UnreachableError) for push in begun[:most])
