@@ -21,7 +21,9 @@ from worker.options import Options
 from worker.session import Session
 from worker.site import Site
 
-Moment = Callable[[str, int], bool]  # (what the site is about to do or has done, round)
+Moment = Callable[[str, int], bool]
+"""(what the site is about to do or has done, round). A site "asks" after each push, and before one
+only where the answer to the last question did not say how to go on."""
 
 KILL_SECONDS = 60.0
 
@@ -56,7 +58,7 @@ class _MortalSession(Session):
         return data
 
     def next_directive(self, have_round: int, theta_digest: str) -> pb.WaitRoundResponse:
-        self._moment("holds", have_round)
+        self._moment("asks", have_round)
         answer = super().next_directive(have_round, theta_digest)
         if answer.HasField("update"):  # it came along
             self._moment("before pull", have_round)

@@ -241,7 +241,7 @@ def test_a_site_that_waits_needs_one_round_trip_a_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(
-    "moment", ["holds", "before push", "after push", "before pull", "after pull"]
+    "moment", ["asks", "before push", "after push", "before pull", "after pull"]
 )
 def test_killed_and_back_from_a_checkpoint_nothing_differs_in_any_bit(
     tmp_path: Path, undisturbed: list[str], moment: str, every: int

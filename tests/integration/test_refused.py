@@ -69,13 +69,13 @@ class Damage:
 
     def __call__(self, what: str, round_: int) -> bool:
         exchange = self.life.worker._exchange
-        if what == "holds" and self.a is None and round_ >= 1:
+        if what == "after push" and self.a is None and round_ >= 1:
             exchange._ef[AT] = 3.0e38
             self.before = exchange._ef.copy()
         elif what == "before push" and self.a is None and self.before is not None:
             step = exchange._theta - exchange._anchor
             self.a, self.round = np.float32(0.95) * self.before + step, round_
-        elif what == "holds" and self.a is not None and self.after is None:
+        elif what == "asks" and self.a is not None and self.after is None:
             self.after = exchange._ef.copy()
         return False
 
@@ -142,7 +142,10 @@ def test_refused_again_and_again_the_site_is_quarantined_and_ends_with_the_reaso
         paris = cluster.site("paris", ranks=2)
         assert paris.wait() == EXIT_REFUSED
         assert "Traceback" not in paris.output
-        assert paris.output.count("contribution to round 0 refused, the site skips the round") == 3
+        # Of the third one, the other rank's shard may have been the last straw: the leader's own is
+        # then refused because the site is quarantined.
+        told = "contribution to round 0 refused, the site skips the round"
+        assert paris.output.count(told) in (2, 3)
         assert (
             "site 'paris' is quarantined: 3 of its contributions were refused in a row; an "
             "operator readmits it with: loco control HOST:PORT readmit paris"

@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("every", "moment", "round_"),
     [
-        (1, "holds", 3),  # between two rounds
+        (1, "asks", 3),  # its contribution is sent, what comes next is not known
         (1, "before push", 3),
         (1, "after push", 3),  # the contribution counts, the site never heard of it
         (1, "before pull", 3),
@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
     with run_of(tmp_path, config_of_run()) as coordinator:
-        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("holds", 3))
+        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("asks", 3))
         assert isinstance(first.ends(), Killed)
         newest = max(checkpoint.glob("round-*"))
         assert newest.name == "round-00000003"
@@ -116,7 +116,7 @@ def test_what_a_kill_left_half_written_is_no_checkpoint(
     """Killed while it saved: before the rename, and (by a power cut) after it."""
     checkpoint = tmp_path / "checkpoint"
     with run_of(tmp_path, config_of_run()) as coordinator:
-        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("holds", 3))
+        first = Life(coordinator.address, "paris", checkpoint=checkpoint, is_over=at("asks", 3))
         assert isinstance(first.ends(), Killed)
         newest = max(checkpoint.glob("round-????????"))
         for name in ("round-00000004.partial", "round-00000005"):
@@ -224,7 +224,7 @@ def test_a_site_that_was_away(
         def stay_away(what: str, round_: int) -> bool:
             if (what, round_) == ("before push", 0):  # or the first update says how to go on
                 control(coordinator.address, "pause", None)
-            if (what, round_) == ("holds", 1):
+            if (what, round_) == ("asks", 1):
                 left[1] = paris.worker._exchange._ef.copy()
                 eventually(lambda: "oslo" in coordinator.state.ready, "oslo is there")
                 control(coordinator.address, "resume", None)
@@ -263,7 +263,7 @@ def test_what_the_real_worker_contributed_too_late_stays_in_its_ef(tmp_path: Pat
                 feedback["wanted"] = exchange._theta - exchange._anchor
                 feedback["without v"] = exchange._ef.copy()
                 eventually(lambda: coordinator.state.round > round_ + 2, "three rounds closed")
-            if what == "holds" and held_up and round_ == held_up[0] + 1:
+            if what == "asks" and held_up and round_ == held_up[0] + 1:
                 feedback["kept"] = exchange._ef.copy()
             return what == "before pull" and bool(held_up) and round_ > held_up[0] + 10
 
@@ -325,10 +325,10 @@ def test_a_site_waits_while_the_coordinator_has_an_older_state(
 ) -> None:
     """Refused as ahead, not started over; with the newer state back nothing differs in any bit."""
     state, newer = tmp_path / "state", tmp_path / "newer"
-    held = {1, 3}  # the site waits at these rounds until the test lets it go on
+    held = {1, 3}  # the site waits in these rounds until the test lets it go on
 
     def hold(what: str, round_: int) -> bool:
-        if what == "holds":
+        if what == "before push":
             eventually(lambda: round_ not in held, "the test goes on")
         return False
 
@@ -400,7 +400,7 @@ def test_a_site_that_is_past_a_state_that_does_not_know_it_waits_for_its_own(
     held = {2}
 
     def hold(what: str, round_: int) -> bool:
-        if what == "holds":
+        if what == "before push":
             eventually(lambda: round_ not in held, "the test goes on")
         return False
 

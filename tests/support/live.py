@@ -24,6 +24,9 @@ from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 
 WAIT_SECONDS = 30.0
 
+left_running: set[Coordinator] = set()
+"""Those that nobody has stopped; tests/conftest.py does, where a test fails before."""
+
 
 def eventually(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
     """Poll until `condition` is true and return what it gave; AssertionError names `what`."""
@@ -47,9 +50,10 @@ class Coordinator:
         self.certs = certs
         self._where = Where(listen=listen, keys=certs.keys() if certs else None)
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._error: BaseException | None = None
         self.running: Running
+        left_running.add(self)
         self._thread.start()
         self._ready.wait()
         if self._error is not None:
@@ -70,6 +74,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Drain as SIGTERM does."""
+        left_running.discard(self)
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()

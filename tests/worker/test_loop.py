@@ -142,7 +142,7 @@ def test_a_site_dials_out_and_listens_nowhere(tmp_path: Path, corpus: Path) -> N
     seen: list[set[tuple[str, int]]] = []
 
     def look(what: str, _round: int) -> bool:
-        if what in ("after push", "holds"):
+        if what in ("after push", "asks"):
             seen.append(listening())
         return False
 
