@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 def grid(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Config]]:
     """Every combination as (what identifies it, config)."""
     keys = [key for key, *_ in arguments.vary]
-    values = [[tomllib.loads(f"x = {text}")["x"] for text in texts] for _, *texts in arguments.vary]
+    values = [[toml_value(key, text) for text in texts] for key, *texts in arguments.vary]
     for name, seed, *combination in itertools.product(arguments.method, arguments.seed, *values):
         base = config_of(
             METHODS[name],
@@ -156,6 +156,17 @@ def run(config: Config, method: Method, device: str = "cpu") -> dict[str, Any]:
         "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
         **found,
     }
+
+
+def toml_value(key: str, text: str) -> Any:
+    """A value of --vary; ConfigError if it is none."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        raise ConfigError(
+            f"--vary {key}: {text!r} is no TOML value; a string has quotes of its own: "
+            f"--vary {key} '\"{text}\"'"
+        ) from None
 
 
 def check_device(device: str, method: Method) -> None:

@@ -12,8 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from benchmarks import domains
 from loco.config import Config
+from loco.config_errors import explain
 from loco.demo.config import DemoOptions, demo_config
 from loco.errors import ConfigError
 
@@ -180,9 +183,16 @@ def one_domain_each(sites: list[str]) -> dict[str, str]:
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """The config with dotted keys replaced; None (TOML has none) is the string "none"."""
+    """The config with dotted keys replaced; None (TOML has none) is the string "none".
+
+    Raises:
+        ConfigError: what comes out is no config.
+    """
     raw = config.model_dump()
     for key, value in changes.items():
-        section, field_ = key.split(".")
-        raw[section][field_] = None if value == "none" else value
-    return Config.model_validate(raw)
+        section, _, field_ = key.partition(".")
+        raw.setdefault(section, {})[field_] = None if value == "none" else value
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(error, "the changed config", Config)) from None

@@ -6,6 +6,9 @@ pytest tests/benchmarks/test_convergence.py
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from benchmarks.torchft_diloco import torchft_run
 from loco.config import Config, parse_config, preset_text
 from loco.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1,
     "model.ffn_dim": 24, "model.seq_len": 16, "data.batch": 2, "inner.steps": 2,
@@ -91,6 +95,26 @@ def test_a_device_for_a_method_that_runs_processes_is_refused() -> None:
 def test_a_device_that_is_not_there_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"--device cuda: torch .* finds no GPU here"):
         check_device("cuda", METHODS["kept"])
+
+
+@pytest.mark.parametrize(
+    ("vary", "told"),
+    [
+        (("outer.unsent", "replica"), "'replica' is no TOML value; a string has quotes of its own"),
+        (("codec.ks", "64"), "unknown key 'codec.ks' (did you mean 'k'?)"),
+        (("steps", "64"), "unknown key 'steps' (did you mean 'state'?)"),
+        (("codec.k", "5000"), "codec.k = 5000: input should be less than or equal to 4096"),
+    ],
+)
+def test_what_cannot_be_varied_is_named(vary: tuple[str, str], told: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.convergence", "--out", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [*command, "--vary", *vary], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("benchmarks.convergence: ")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_largest_model_is_the_preset_of_that_name() -> None:
