@@ -5,6 +5,8 @@ READY := .venv/.ready
 # Real servers and a real browser for tests/deploy and tests/observability; text for benchmarks/.
 PACKAGES := prometheus chromium chromium-driver fonts-dejavu-core iproute2 nftables \
 	shellcheck systemd slurmctld slurmd slurm-client munge python3-doc
+# Tests in which no rank of a site may be starved: the others go one by one.
+SIDE_BY_SIDE := $(addprefix tests/,benchmarks coordinator docs examples fuzz loco)
 GENERATED := loco/wire/v1
 PROTO := proto/loco/wire/v1/coordinator.proto
 MEMBERS := docs/results/torchft_members_cpu_$(shell date +%F).jsonl
@@ -31,8 +33,8 @@ system: ## install the Debian packages that tests drive (root only, and only wha
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES); fi
 
 test: $(READY) system ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/coordinator tests/loco tests/docs
-	$(BIN)/python -m pytest --ignore=tests/coordinator --ignore=tests/loco --ignore=tests/docs
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 check: $(READY) ## lint, types, import rules, wire format, generated code
 	$(BIN)/ruff check .
