@@ -21,6 +21,7 @@ from benchmarks.simulation import all_reduce_bytes
 
 RESULTS = Path(__file__).parents[1] / "docs/results/convergence_cpu_2026-11-30.jsonl"
 H, STEPS, SITES = 15, 900, 2  # the main setting: 60 rounds of 15 steps, unless a method has its H
+LONG_STEPS = 3000  # of runs with as many rounds as the larger presets have
 
 Run = dict[str, Any]
 
@@ -172,7 +173,7 @@ def dense_diloco(by_name: dict[str, Setting]) -> tuple[str, Setting | None]:
     return ("dense DiLoCo, tuned", tuned) if tuned else ("dense DiLoCo", by_name.get("diloco"))
 
 
-VERDICT = ("ddp", "localsgd", "diloco", "kept-5")
+VERDICT = ("ddp", "localsgd", "diloco-tuned", "kept-5")
 
 
 def readme_table() -> list[str]:
@@ -305,9 +306,12 @@ def rate_table(model: str) -> list[str]:
     return lines
 
 
-def of_any_interval() -> list[Setting]:
-    """Small model, two eras, the main number of steps, whatever H, k and lr are; with seed 0."""
-    searched = {"inner.steps", "inner.lr", "codec.k"}
+SEARCHED = {"inner.steps", "inner.lr", "codec.k"}
+OUTER_STEP = {"outer.alpha", "outer.momentum"}
+
+
+def of_any_interval(searched: set[str]) -> list[Setting]:
+    """Small model, two eras, the main number of steps, whatever was `searched`; with seed 0."""
     runs = [
         run for run in load()
         if run["model"] == "small" and run["data"] == "eras" and run["sites"] == SITES
@@ -321,14 +325,17 @@ def of_any_interval() -> list[Setting]:
 
 
 def interval_table() -> list[str]:
-    """Dense DiLoCo against replicas that keep what is unsent by H and k, at the best rate tried."""
+    """Dense DiLoCo against replicas that keep what is unsent by H and k.
+
+    Each side with the setting that has most seeds, of several the best.
+    """
     lines = [
         "| H | dense DiLoCo | k | replicas keep the rest | against it | common seeds "
         "| fewer up than DDP | dense fp32 / up |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     dense, kept = {}, {}
-    for setting in sorted(of_any_interval(), key=first_loss):
+    for setting in sorted(of_any_interval(SEARCHED | OUTER_STEP), key=most_seeds_then_loss):
         run = setting.first
         if run["method"].startswith("diloco"):
             dense.setdefault(run["inner_steps"], setting)
@@ -338,12 +345,22 @@ def interval_table() -> list[str]:
         if theirs := dense.get(steps):
             common = len(ours.losses.keys() & theirs.losses.keys())
             lines.append(
-                f"| {steps} | {theirs.loss()} | {k}{end_of(ours)} | {ours.loss()} "
+                f"| {steps} | {theirs.loss()}{outer_step(theirs)} "
+                f"| {k}{end_of(ours)} | {ours.loss()}{outer_step(ours)} "
                 f"| {ours.against(theirs)} "
                 f"| {common} | {times(ours.fewer_than_ddp('up'))} "
                 f"| {times(ours.mean('times_smaller_up'))} |"
             )
     return lines
+
+
+def outer_step(setting: Setting) -> str:
+    """What of it was varied."""
+    changes = setting.first["changes"]
+    told = [
+        f"{key.partition('.')[2]} {changes[key]:g}" for key in sorted(OUTER_STEP & set(changes))
+    ]
+    return f", {', '.join(told)}" if told else ""
 
 
 def end_of(setting: Setting) -> str:
@@ -370,7 +387,7 @@ def choices_table() -> list[str]:
         "| against DDP |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    found = of_any_interval()
+    found = of_any_interval(SEARCHED)
     ddp = min((s for s in found if s.first["method"] == "ddp"), key=first_loss)
     best = float("inf")
     for setting in sorted(found, key=bytes_then_loss):
@@ -386,8 +403,35 @@ def choices_table() -> list[str]:
     return lines
 
 
+def long_table() -> list[str]:
+    """Hundreds of rounds at the density of the presets; small model."""
+    lines = [
+        "| method | H | rounds | k | lr | seeds | bits per byte (lowest to highest) "
+        "| against SparseLoCo as published | fewer up than DDP | dense fp32 / up |",
+        "| --- |" + " --- |" * 9,
+    ]
+    found = sorted(
+        settings(filter(is_long, load())), key=lambda setting: setting.mean("val_bpb_end")
+    )
+    published = next(s for s in found if s.first["method"] == "sparseloco")
+    for setting in found:
+        run = setting.first
+        lines.append(
+            f"| {METHODS[run['method']].title} | {interval(run)} | {run['rounds']} "
+            f"| {density(run)} | {run['lr']:g} | {len(setting.runs)} | {setting.loss()} "
+            f"| {setting.against(published)} | {times(setting.fewer_than_ddp('up'))} "
+            f"| {times(setting.mean('times_smaller_up'))} |"
+        )
+    return lines
+
+
+def is_long(run: Run) -> bool:
+    """One of the long runs, which have a table of their own."""
+    return bool(run["inner_steps"] * run["rounds"] == LONG_STEPS)
+
+
 def varied_table() -> list[str]:
-    """Every setting in which something was varied."""
+    """Every setting in which something was varied, but for long runs."""
     lines = [
         "| method | parameters | sites | H | rounds | changed | seeds | bits per byte "
         "| dense / up |",
@@ -397,7 +441,7 @@ def varied_table() -> list[str]:
         run = setting.first
         shape = {"data": "eras", "sites": SITES if run["data"] == "domains" else run["sites"]}
         plain = is_main(run | shape)  # in a table of its own
-        if plain or set(run["changes"]) == {"inner.lr"}:
+        if plain or is_long(run) or set(run["changes"]) == {"inner.lr"}:
             continue
         changed = ", ".join(f"{k} = {v}" for k, v in run["changes"].items() if k != "inner.steps")
         lines.append(
@@ -433,6 +477,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "convergence-choices": choices_table,
     "convergence-alike": alike_table,
     "convergence-domains": domains_table,
+    "convergence-long": long_table,
     "convergence-varied": varied_table,
     "convergence-real": real_runs,
 }

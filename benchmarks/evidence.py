@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import convergence_plot, downlink_plot, tables
-from benchmarks.convergence_tables import RESULTS, identity
+from benchmarks.convergence_tables import LONG_STEPS, RESULTS, identity
 from benchmarks.methods import MODELS
 from benchmarks.recorded import DOWNLINK, OVERLAP, SCALING, demo_record
 
@@ -34,19 +34,23 @@ DEMOS = ("loco demo", "loco demo --inner dense", "loco demo --algorithm diloco")
 CORES = 2  # runs at a time, each on one thread
 STEPS = 900  # inner steps of a run of the grid
 GRIDS = (
-    "--method ddp localsgd diloco sparseloco kept kept-5 --seed 0 1 2",
+    "--method ddp localsgd diloco diloco-tuned sparseloco kept kept-5 kept-momentum",
+    "--method ddp diloco-tuned sparseloco kept-5 kept-momentum --seed 1 2",
     "--method torchft-diloco real recipe mean overlap fragments scape one-bit",
     "--method ddp diloco kept-5 --data domains --sites 3",
-    "--method ddp diloco kept-5 --data iid",
-    "--method localsgd diloco kept --sites 4",
+    "--method ddp kept-5 --data iid",
+    "--method localsgd kept --sites 4",
     "--method ddp kept-5 --vary inner.lr 2e-3 1.6e-2",
-    "--method diloco --vary inner.lr 1e-3 4e-3",
-    "--method diloco --vary inner.steps 10 30 60",
-    "--method kept --vary inner.steps 10 30 60",
+    "--method diloco-tuned --vary inner.steps 10 30 60",
+    "--method kept-momentum --vary inner.steps 10 30 60 --vary inner.lr 4e-3",
+    "--method kept-momentum --vary inner.steps 10 --vary codec.k 1024 --vary inner.lr 4e-3",
+    "--method kept-momentum --vary inner.steps 30 --vary codec.k 4096 --vary inner.lr 4e-3",
+    "--method kept-momentum --vary inner.steps 60 --vary codec.k 2048 --vary inner.lr 4e-3 "
+    "--vary outer.alpha 0.9",
     "--method recipe --vary inner.steps 15 60 --vary codec.k 32 128",
 )
-"""Arguments of benchmarks.convergence, for each model; the rates are those of the small one. By the
-seconds of CPU in the results file 36 minutes of a core, in pairs 18 on the clock."""
+"""Arguments of benchmarks.convergence, for each model; the rates are those of the small one."""
+LONG = f"--method sparseloco kept-thin --vary inner.steps 10 --steps {LONG_STEPS}"
 OVERLAPS = ("--seed 0 1 2 --delay 0 5 15",)
 DOWNLINKS = (
     "--seed 0 1 2 --k 16 64 256",
@@ -100,9 +104,14 @@ def grid(asked: Asked) -> None:
     in_pairs(
         ["convergence", *shared, "--model", model, *shlex.split(line)]
         for model in asked.models
-        for line in GRIDS
+        for line in grids(asked.steps)
     )
     merge(asked.file(RESULTS.name), gathered, identity)
+
+
+def grids(steps: int) -> tuple[str, ...]:
+    """Arguments of the grid; long runs come first, and only where the others have their length."""
+    return (LONG, *GRIDS) if steps == STEPS else GRIDS
 
 
 def sides(asked: Asked) -> None:

@@ -117,6 +117,15 @@ def test_what_cannot_be_varied_is_named(vary: tuple[str, str], told: str, tmp_pa
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["125m", "1b"])
+def test_the_larger_presets_have_the_outer_step_that_won(name: str) -> None:
+    ramp = {"codec.k_start", "codec.k_ramp_rounds"}
+    preset = parse_config(preset_text(name), source=name).model_dump()
+    for key, value in METHODS["kept-thin"].changes.items():
+        section, _, field = key.partition(".")
+        assert key in ramp or preset[section][field] == value, key
+
+
 def test_the_largest_model_is_the_preset_of_that_name() -> None:
     """But for the length of sequences, which its tokens a step do not need."""
     ours = config_of(METHODS["kept"], model="125m", sites=2, data="eras", rounds=1, seed=0).model
