@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Real servers and a real browser for tests/deploy and tests/observability; text for benchmarks/.
 PACKAGES := prometheus chromium chromium-driver fonts-dejavu-core iproute2 nftables \
 	shellcheck systemd slurmctld slurmd slurm-client munge python3-doc
-# Tests in which no rank of a site may be starved: the others go one by one.
+# Tests that bear to share two cores; in the others a site that starves is a fault of its own.
 SIDE_BY_SIDE := $(addprefix tests/,benchmarks coordinator docs examples fuzz loco)
 GENERATED := loco/wire/v1
 PROTO := proto/loco/wire/v1/coordinator.proto

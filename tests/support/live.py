@@ -25,7 +25,7 @@ from loco.wire.v1 import coordinator_pb2_grpc as pb_grpc
 WAIT_SECONDS = 30.0
 
 left_running: set[Coordinator] = set()
-"""Those that nobody has stopped; tests/conftest.py does, where a test fails before."""
+"""Those that serve; tests/conftest.py stops what is left where a test fails before it does."""
 
 
 def eventually(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
@@ -53,11 +53,11 @@ class Coordinator:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._error: BaseException | None = None
         self.running: Running
-        left_running.add(self)
         self._thread.start()
         self._ready.wait()
         if self._error is not None:
             raise self._error
+        left_running.add(self)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
