@@ -24,86 +24,109 @@ log = logging.getLogger("loco.worker")
 CRASHES_TORCHFT = "TORCHFT_USE_OTEL"  # torchft 0.2.0 with the current opentelemetry
 
 
+# The flags of `loco worker`, in the order of its help.
+Coordinator = Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator.")]
+SiteName = Annotated[str, typer.Option(help="Name of this site, for example paris.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(help="Ranks to start here; under torchrun its world is used. Default 1."),
+]
+Data = Annotated[
+    str | None, typer.Option(help="Corpus to train on, not the config's; validation stays.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads a rank. Default: usable CPUs over local ranks."),
+]
+Patience = Annotated[
+    float, typer.Option(min=0.0, help="Seconds to wait for a coordinator that is away.")
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="Directory of this site's checkpoints; it comes back from the newest."),
+]
+CheckpointEveryRounds = Annotated[int, typer.Option(min=1)]
+Metrics = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Rank r serves /metrics on PORT + r.")
+]
+LinkMbit = Annotated[
+    float | None,
+    typer.Option(help="Rate of the wide-area link in Mbit/s, for dashboards; else measured."),
+]
+MaxMbit = Annotated[
+    float | None,
+    typer.Option(help="Mbit/s that the site's transfers take at most, each way."),
+]
+FaultTolerance = Annotated[
+    str,
+    typer.Option(help="torchft: ranks may die and come back; none: a dead rank ends the site."),
+]
+ShardBackup = Annotated[
+    bool, typer.Option(help="torchft: keep what only one rank has also on the next one.")
+]
+Lighthouse = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="torchft: the site's lighthouse; else started."),
+]
+SiteRanks = Annotated[
+    int | None, typer.Option(help="torchft: ranks on all nodes of the site. Default --ranks.")
+]
+FirstRank = Annotated[int, typer.Option(min=0, help="torchft: the lowest of this node's ranks.")]
+Interface = Annotated[
+    str, typer.Option(help="torchft: this node's address in the site's private network.")
+]
+RankTimeout = Annotated[
+    float, typer.Option(min=0.5, help="torchft: seconds until a silent rank is left out.")
+]
+HealSeconds = Annotated[
+    float, typer.Option(min=1.0, help="torchft: seconds a new rank has to take the state.")
+]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, help="torchft: how often a rank that died is started again.")
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        callback=use_settings,
+        is_eager=True,
+        expose_value=False,
+        help="TOML file whose table [site] gives these options; a flag wins over it.",
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add the command of this package to `loco`."""
     app.command()(worker)
 
 
 def worker(
-    coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator.")],
-    site: Annotated[str, typer.Option(help="Name of this site, for example paris.")],
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Ranks to start here; under torchrun its world is used. Default 1."),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Corpus to train on, not the config's; validation stays.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="CPU threads a rank. Default: usable CPUs over local ranks."),
-    ] = None,
-    patience: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for a coordinator that is away.")
-    ] = 3600.0,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Directory of this site's checkpoints; it comes back from the newest."),
-    ] = None,
-    checkpoint_every_rounds: Annotated[int, typer.Option(min=1)] = 10,
-    metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Rank r serves /metrics on PORT + r.")
-    ] = None,
-    link_mbit: Annotated[
-        float | None,
-        typer.Option(help="Rate of the wide-area link in Mbit/s, for dashboards; else measured."),
-    ] = None,
-    max_mbit: Annotated[
-        float | None,
-        typer.Option(help="Mbit/s that the site's transfers take at most, each way."),
-    ] = None,
+    coordinator: Coordinator,
+    site: SiteName,
+    ranks: Ranks = None,
+    data: Data = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    patience: Patience = 3600.0,
+    checkpoint: Checkpoint = None,
+    checkpoint_every_rounds: CheckpointEveryRounds = 10,
+    metrics: Metrics = None,
+    link_mbit: LinkMbit = None,
+    max_mbit: MaxMbit = None,
     bundle: Bundle = None,
     insecure: Insecure = False,
-    fault_tolerance: Annotated[
-        str,
-        typer.Option(help="torchft: ranks may die and come back; none: a dead rank ends the site."),
-    ] = "none",
-    shard_backup: Annotated[
-        bool, typer.Option(help="torchft: keep what only one rank has also on the next one.")
-    ] = False,
-    lighthouse: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="torchft: the site's lighthouse; else started."),
-    ] = None,
-    site_ranks: Annotated[
-        int | None, typer.Option(help="torchft: ranks on all nodes of the site. Default --ranks.")
-    ] = None,
-    first_rank: Annotated[
-        int, typer.Option(min=0, help="torchft: the lowest of this node's ranks.")
-    ] = 0,
-    interface: Annotated[
-        str, typer.Option(help="torchft: this node's address in the site's private network.")
-    ] = "127.0.0.1",
-    rank_timeout: Annotated[
-        float, typer.Option(min=0.5, help="torchft: seconds until a silent rank is left out.")
-    ] = 5.0,
-    heal_seconds: Annotated[
-        float, typer.Option(min=1.0, help="torchft: seconds a new rank has to take the state.")
-    ] = 120.0,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="torchft: how often a rank that died is started again.")
-    ] = 10,
-    settings: Annotated[  # noqa: ARG001  # its callback has used it
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            callback=use_settings,
-            is_eager=True,
-            expose_value=False,
-            help="TOML file whose table [site] gives these options; a flag wins over it.",
-        ),
-    ] = None,
+    fault_tolerance: FaultTolerance = "none",
+    shard_backup: ShardBackup = False,
+    lighthouse: Lighthouse = None,
+    site_ranks: SiteRanks = None,
+    first_rank: FirstRank = 0,
+    interface: Interface = "127.0.0.1",
+    rank_timeout: RankTimeout = 5.0,
+    heal_seconds: HealSeconds = 120.0,
+    max_restarts: MaxRestarts = 10,
+    settings: SettingsFile = None,  # noqa: ARG001  # its callback has used it
 ) -> None:
     """Join a run as one site and train until it is finished.
 
