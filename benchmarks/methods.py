@@ -61,6 +61,7 @@ AVERAGED = {**DENSE, "outer.aggregation": "mean", "outer.alpha": 1.0}
 NESTEROV = {
     **DENSE, "outer.aggregation": "nesterov", "outer.alpha": 0.7, "outer.momentum": 0.9,
 }  # fmt: skip
+MUON = {"inner.optimizer": "muon"}
 MOMENTUM = {"outer.aggregation": "nesterov", "outer.alpha": 0.7, "outer.momentum": 0.5}
 
 
@@ -82,6 +83,7 @@ SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 SCAPE_LR = {name: 2 * lr for name, lr in SPARSE_LR.items()}
 KEPT_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4, "125m": 4e-4}
+MUON_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 
 METHODS: dict[str, Method] = {
@@ -89,11 +91,18 @@ METHODS: dict[str, Method] = {
         title="DDP AdamW, gradients averaged every step",
         lr=DENSE_LR, changes=AVERAGED, runner="data_parallel",
     ),
+    "ddp-muon": Method(
+        title="DDP with Muon", lr=MUON_LR, changes=AVERAGED | MUON, runner="data_parallel",
+    ),
     "localsgd": Method(title="LocalSGD, dense averaging", lr=DENSE_LR, changes=AVERAGED),
     "diloco": Method(title="dense DiLoCo of ours", lr=DILOCO_LR, changes=NESTEROV),
     "diloco-tuned": Method(
         title="dense DiLoCo of ours, momentum 0.5", lr=DENSE_LR,
         changes=NESTEROV | {"outer.momentum": 0.5},
+    ),
+    "diloco-muon": Method(
+        title="dense DiLoCo of ours, momentum 0.5, Muon inside", lr=MUON_LR,
+        changes=NESTEROV | MUON | {"outer.momentum": 0.5},
     ),
     "torchft-diloco": Method(
         title="torchft's DiLoCo, real processes", lr=DILOCO_LR, changes=NESTEROV, runner="torchft",
@@ -110,6 +119,10 @@ METHODS: dict[str, Method] = {
     "kept-5": Method(
         title="SparseLoCo, replicas keep what is unsent, H = 5", lr=KEPT_LR,
         changes=KEPT | {"inner.steps": 5},
+    ),
+    "kept-5-muon": Method(
+        title="SparseLoCo, replicas keep what is unsent, H = 5, Muon inside", lr=MUON_LR,
+        changes=KEPT | MUON | {"inner.steps": 5},
     ),
     "kept-momentum": Method(
         title="replicas keep what is unsent, momentum at the coordinator", lr=KEPT_LR,

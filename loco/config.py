@@ -136,8 +136,9 @@ class InnerConfig(_Section):
     sync: Literal["scape", "dense"] = "dense"
     """How the ranks of a site combine gradients each inner step: `scape` exchanges the largest
     few of them with error feedback (docs/scape.md), `dense` all."""
-    optimizer: Literal["adamw", "adams", "sgd"] = "adamw"
-    """With `dense`; `scape` is an optimizer itself."""
+    optimizer: Literal["adamw", "adams", "muon", "sgd"] = "adamw"
+    """With `dense`; `scape` is an optimizer itself. `muon` orthogonalises the steps of hidden
+    matrices, at a rate that suits `adamw`; embedding, head and vectors have `adamw`."""
     density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """With `scape`: share of the positions exchanged in a step."""
     density_ramp_steps: Annotated[int, Field(ge=0)] = 0

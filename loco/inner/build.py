@@ -13,6 +13,7 @@ from loco.inner.adams import AdamS
 from loco.inner.base import InnerOptimizer
 from loco.inner.dense import DenseSync
 from loco.inner.groups import Group
+from loco.inner.muon import Muon, hidden_matrices
 from loco.inner.scape import Scape
 
 
@@ -30,9 +31,23 @@ def build_inner(config: InnerConfig, model: nn.Module, group: Group) -> InnerOpt
         optimizer = torch.optim.SGD(groups, lr=config.lr)
     elif config.optimizer == "adams":
         optimizer = AdamS(groups, lr=config.lr, betas=config.betas)
+    elif config.optimizer == "muon":
+        optimizer = _muon(config, groups, hidden_matrices(model))
     else:
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=True)
     return DenseSync(optimizer, group=group, max_grad_norm=config.max_grad_norm or None)
+
+
+def _muon(config: InnerConfig, groups: list[dict[str, Any]], hidden: set[nn.Parameter]) -> Muon:
+    matrices, norms = groups
+    others = matrices | {"params": [p for p in matrices["params"] if p not in hidden]}
+    return Muon(
+        [p for p in matrices["params"] if p in hidden],
+        [others, norms],
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+    )
 
 
 def _scape(config: InnerConfig, groups: list[dict[str, Any]], group: Group) -> Scape:

@@ -27,6 +27,12 @@ class HuggingFace(nn.Module):
         self.vocab_size: int = hf.config.get_text_config().vocab_size
         self._mixed = config.dtype == "bfloat16"
 
+    @property
+    def head(self) -> nn.Module | None:
+        """What makes logits; None if the model does not say."""
+        head: nn.Module | None = self.hf.get_output_embeddings()
+        return head
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [B, S, vocab] fp32, or with `targets` the mean cross-entropy in nats (0-d fp32).
 

@@ -36,6 +36,11 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    @property
+    def head(self) -> nn.Linear | nn.Embedding:
+        """What makes logits: the embedding where both are tied."""
+        return self.embed_tokens if self.config.tie_embeddings else self.lm_head
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [B, S, vocab] fp32, or with `targets` the mean cross-entropy in nats (0-d fp32).
 
@@ -57,8 +62,7 @@ class Llama(nn.Module):
         for block in self.layers:
             x_BSD = block(x_BSD, rotary)
         x_BSD = self.norm(x_BSD)
-        tied = self.config.tie_embeddings
-        return F.linear(x_BSD, self.embed_tokens.weight if tied else self.lm_head.weight)
+        return F.linear(x_BSD, self.head.weight)
 
 
 class Block(nn.Module):

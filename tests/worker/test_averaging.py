@@ -121,7 +121,7 @@ def test_one_step_of_sgd_with_lr_1_is_plain_averaging(corpus: Path) -> None:
             assert site.parameters.tobytes() == theta.tobytes()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 def test_one_site_without_compression_is_local_training(corpus: Path, optimizer: str) -> None:
     """R = 1, dense, alpha = 1: the exchange changes parameters by rounding only."""
     given = config(corpus, steps=5, optimizer=optimizer, lr=3e-3)
