@@ -26,6 +26,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "scaling": scaling.table,
     "scaling-limits": scaling.limits,
     "scaling-measured": scaling.measured,
+    "scaling-fit": scaling.fit,
     "scaling-coordinator": scaling.coordinator,
     "scaling-transport": scaling.transport,
     "demo": demo_lines,

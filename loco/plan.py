@@ -27,6 +27,12 @@ SAMPLE_CHUNKS = 128  # their sizes scatter by less than 1 %
 ENCODE_ELEMENTS_PER_SECOND = 854e6  # one core, compiled; NumPy alone reaches a fifth
 NUMPY_SLOWDOWN = 5
 DECODE_VALUES_PER_SECOND = 46.1e6  # one core, decoded and added
+# The coordinator's process, fitted to docs/results/scaling_fit_cpu_2026-12-01.jsonl:
+REDUCE_SECONDS_AN_ELEMENT = 1.32e-9  # selects and encodes the update, writes theta and the residual
+REDUCE_SECONDS_A_VALUE = 63e-9  # received ones are checked and added, the update's are made
+SERVE_SECONDS_A_SITE = 8.1e-3  # calls, journal and metrics
+SERVE_SECONDS_A_BYTE_SENT = 1.41e-9
+SERVE_SECONDS_A_BYTE_RECEIVED = 3.26e-9  # written, synced and hashed, too
 BLOCK_FRAME_BYTES = 24  # around each block of a transfer
 ENVELOPE_BYTES = 110  # an upload's header, counted at a coordinator's transport
 FIRST_WINDOW_BYTES = 14_600  # TCP's first flight: ten segments (RFC 6928)
@@ -118,7 +124,9 @@ class Prediction:
     encode_seconds: float
     up_seconds: float
     coordinator_seconds: float
-    """Decode all contributions, add them, make the update."""
+    """All CPU of the coordinator's process, as if one core had it."""
+    reduce_seconds: float
+    """Of these: check all contributions, add them, make the update."""
     down_seconds: float
     apply_seconds: float
     latency_seconds: float
@@ -186,11 +194,11 @@ def predict(setting: Setting) -> Prediction:
     if elements < WORTH_COMPILING:
         encode_rate /= NUMPY_SLOWDOWN
     encode = elements / setting.ranks / encode_rate
-    received = setting.sites * values_up
+    reduce = _reduce_seconds(setting, setting.sites * values_up, values_down)
     parts = {
         "codec": encode + values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
         "uplink": _transfer_seconds(setting, up, setting.up_mbit),
-        "coordinator": (received + values_down) / DECODE_VALUES_PER_SECOND + elements / encode_rate,
+        "coordinator": reduce + _serve_seconds(setting.sites, up, down),
         "downlink": _transfer_seconds(setting, down, setting.down_mbit),
         "latency": _latency_seconds(setting, up, down),
     }
@@ -218,6 +226,7 @@ def predict(setting: Setting) -> Prediction:
         encode_seconds=encode,
         up_seconds=parts["uplink"],
         coordinator_seconds=parts["coordinator"],
+        reduce_seconds=reduce,
         down_seconds=parts["downlink"],
         apply_seconds=values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
         latency_seconds=parts["latency"],
@@ -355,6 +364,21 @@ def _room(setting: Setting) -> list[str]:
         f"from codec.k = {REPLICA_KEEPS_FROM_K} on, outer.unsent = 'replica' with beta = 0 and "
         "aggregation = 'mean' trains better, where a value is sent five times in the run or more",
     ]
+
+
+def _reduce_seconds(setting: Setting, received: int, made: int) -> float:
+    """Of a round with so many values received from all sites and made of them."""
+    elements = setting.layout.num_elements
+    if setting.bits == DENSE_BITS:  # added as they are; not measured apart
+        return (setting.sites + 1) * elements * REDUCE_SECONDS_AN_ELEMENT
+    values = 2 * received + made
+    return elements * REDUCE_SECONDS_AN_ELEMENT + values * REDUCE_SECONDS_A_VALUE
+
+
+def _serve_seconds(sites: int, up: int, down: int) -> float:
+    """Receive `up` bytes from each site and send it `down`."""
+    bytes_ = up * SERVE_SECONDS_A_BYTE_RECEIVED + down * SERVE_SECONDS_A_BYTE_SENT
+    return sites * (SERVE_SECONDS_A_SITE + bytes_)
 
 
 def _transfer_seconds(setting: Setting, num_bytes: int, mbit: float) -> float:

@@ -16,7 +16,8 @@ import torch
 from support.cluster import Cluster, run_loco
 from support.runs import Array, config_of, shard_body, vector
 
-from benchmarks.recorded import WAN_RUNS, read, wan_setting
+from benchmarks.recorded import SCALING_FIT, WAN_RUNS, read, wan_setting
+from benchmarks.scaling import load_of, rounds_in
 from loco import codec
 from loco.codec import HEADER_BYTES
 from loco.config import Config, OuterConfig
@@ -147,8 +148,11 @@ def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
     assert p.dense_bytes == 32_000_000_000
     assert p.encode_seconds == pytest.approx(8e9 / 8 / 854e6, rel=1e-3)
     assert p.apply_seconds == pytest.approx(union / 8 / 46.1e6, rel=1e-3)
-    assert p.coordinator_seconds == pytest.approx(
-        (4 * values + union) / 46.1e6 + 8e9 / 854e6, rel=1e-3
+    assert p.reduce_seconds == pytest.approx(
+        8e9 * 1.32e-9 + (2 * 4 * values + union) * 63e-9, rel=1e-3
+    )
+    assert p.coordinator_seconds - p.reduce_seconds == pytest.approx(
+        4 * (8.1e-3 + p.bytes_up * 3.26e-9 + p.bytes_down * 1.41e-9), rel=1e-3
     )
     assert p.up_seconds == pytest.approx(8 * p.bytes_up / 500e6)
     assert p.down_seconds == pytest.approx(8 * p.bytes_down / 250e6)
@@ -162,7 +166,8 @@ def test_seconds_are_those_of_the_codecs_rates_and_the_link() -> None:
     assert p.exchange_seconds == pytest.approx(sum(parts))
     assert p.utilisation == p.utilisation_blocking
     assert p.utilisation == pytest.approx(60 / (60 + p.exchange_seconds))
-    assert p.utilisation_overlapped == 1.0
+    hidden = (30 - 3) * 2.0  # the training thread takes up what has come in three steps
+    assert p.utilisation_overlapped == pytest.approx(60 / (60 + p.exchange_seconds - hidden))
     assert p.bound_by == "coordinator"
 
 
@@ -373,6 +378,12 @@ def test_an_update_names_its_headers() -> None:
     one = Layout.of([("w", (1024, CHUNK))])
     two, single = (update_size(replace(SETTING, layout=x, k=1, sites=1))[0] for x in (layout, one))
     assert two - single == pytest.approx(HEADER_BYTES + single / 1024, abs=8)
+
+
+@pytest.mark.parametrize("row", rounds_in(SCALING_FIT), ids=str)
+def test_the_coordinator_spent_what_the_plan_says(row: dict[str, Any]) -> None:
+    p = load_of(row).round
+    assert p.coordinator_seconds == pytest.approx(row["cpu_seconds_a_round"], rel=0.1)
 
 
 @pytest.mark.parametrize("name", WAN_RUNS)
