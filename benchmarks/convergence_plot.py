@@ -25,7 +25,8 @@ from loco.plan import Setting, predict
 
 CLOCK_PARAMS, STEP_SECONDS, RTT_MS, RANKS = 10**9, 1.0, 50.0, 8
 SHOWN = (
-    "ddp", "localsgd", "diloco", "sparseloco", "recipe", "kept", "kept-5", "one-bit", "scape",
+    "ddp", "ddp-muon", "diloco", "diloco-tuned", "sparseloco", "kept", "kept-5", "kept-5-muon",
+    "one-bit",
 )  # fmt: skip
 LOWEST_LOSS_SHOWN_TO = 3.4  # bits per byte; above it all curves fall alike
 

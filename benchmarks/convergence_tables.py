@@ -1,8 +1,9 @@
-"""Tables of the convergence grid, from the lines that benchmarks.convergence wrote.
+"""Tables of the convergence grid at its main setting, from what benchmarks.convergence wrote.
 
-The functions in BLOCKS are blocks of benchmarks.tables. A setting is everything but the seed; its
-loss is the mean over its seeds, with the lowest and the highest behind it. Comparisons with another
-method are made seed by seed, over the seeds that both have.
+The functions in BLOCKS are blocks of benchmarks.tables; what was varied and searched is in
+benchmarks/convergence_search.py. A setting is everything but the seed; its loss is the mean over
+its seeds, with the lowest and the highest behind it. Comparisons with another method are made seed
+by seed, over the seeds that both have.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,6 @@ from benchmarks.simulation import all_reduce_bytes
 
 RESULTS = Path(__file__).parents[1] / "docs/results/convergence_cpu_2026-11-30.jsonl"
 H, STEPS, SITES = 15, 900, 2  # the main setting: 60 rounds of 15 steps, unless a method has its H
-LONG_STEPS = 3000  # of runs with as many rounds as the larger presets have
 
 Run = dict[str, Any]
 
@@ -205,7 +205,24 @@ def verdict(model: str) -> str:
         f"with {sparse.fewer_than_ddp('up'):.0f} times fewer bytes up than DDP "
         f"({sparse.fewer_than_ddp('up', 'down'):.0f} times up and down together), "
         f"{sparse.mean('times_smaller_up'):.0f} times fewer than dense fp32 as often."
+        f"{muon_verdict(by_name)}"
     )
+
+
+def muon_verdict(by_name: dict[str, Setting]) -> str:
+    """The same with Muon inside the sites, where it was run."""
+    sparse = by_name.get("kept-5-muon")
+    if not sparse:
+        return ""
+    distances = [
+        f"{sparse.against(by_name[name])} from {said}"
+        for name, said in (
+            ("ddp", "DDP with AdamW"), ("ddp-muon", "DDP with Muon"),
+            ("diloco-muon", "dense DiLoCo with Muon"),
+        )
+        if name in by_name
+    ]  # fmt: skip
+    return f" With Muon inside the sites it ends {', '.join(distances)}, with as few bytes."
 
 
 ALIKE = {"eras": "an era a site", "iid": "every site all speeches", "domains": "a domain a site"}
@@ -287,171 +304,6 @@ def described(model: str) -> str:
     )
 
 
-def rate_table(model: str) -> list[str]:
-    """The search for learning rates: main setting, seed 0."""
-    runs = [
-        run for run in load()
-        if run["model"] == model and run["seed"] == 0 and is_rate(run)
-    ]  # fmt: skip
-    rates = sorted({run["lr"] for run in runs})
-    found = {(run["method"], run["lr"]): f"{run['val_bpb_end']:.3f}" for run in runs}
-    lines = [
-        "| method | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
-        "| --- |" + " --- |" * len(rates),
-    ]
-    for name, method in METHODS.items():
-        cells = [found.get((name, rate), "") for rate in rates]
-        if sum(map(bool, cells)) > 1:
-            lines.append(f"| {method.title} | " + " | ".join(cells) + " |")
-    return lines
-
-
-SEARCHED = {"inner.steps", "inner.lr", "codec.k"}
-OUTER_STEP = {"outer.alpha", "outer.momentum"}
-
-
-def of_any_interval(searched: set[str]) -> list[Setting]:
-    """Small model, two eras, the main number of steps, whatever was `searched`; with seed 0."""
-    runs = [
-        run for run in load()
-        if run["model"] == "small" and run["data"] == "eras" and run["sites"] == SITES
-        and run["inner_steps"] * run["rounds"] == STEPS and set(run["changes"]) <= searched
-        and run["method"] in (
-            "ddp", "localsgd", "diloco", "diloco-tuned", "sparseloco", "recipe", "kept", "kept-5",
-            "kept-momentum", "kept-end",
-        )
-    ]  # fmt: skip
-    return [setting for setting in settings(runs) if 0 in setting.losses]
-
-
-def interval_table() -> list[str]:
-    """Dense DiLoCo against replicas that keep what is unsent by H and k.
-
-    Each side with the setting that has most seeds, of several the best.
-    """
-    lines = [
-        "| H | dense DiLoCo | k | replicas keep the rest | against it | common seeds "
-        "| fewer up than DDP | dense fp32 / up |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    dense, kept = {}, {}
-    for setting in sorted(of_any_interval(SEARCHED | OUTER_STEP), key=most_seeds_then_loss):
-        run = setting.first
-        if run["method"].startswith("diloco"):
-            dense.setdefault(run["inner_steps"], setting)
-        elif run["method"].startswith("kept"):
-            kept.setdefault((run["inner_steps"], run["k"]), setting)
-    for (steps, k), ours in sorted(kept.items()):
-        if theirs := dense.get(steps):
-            common = len(ours.losses.keys() & theirs.losses.keys())
-            lines.append(
-                f"| {steps} | {theirs.loss()}{outer_step(theirs)} "
-                f"| {k}{end_of(ours)} | {ours.loss()}{outer_step(ours)} "
-                f"| {ours.against(theirs)} "
-                f"| {common} | {times(ours.fewer_than_ddp('up'))} "
-                f"| {times(ours.mean('times_smaller_up'))} |"
-            )
-    return lines
-
-
-def outer_step(setting: Setting) -> str:
-    """What of it was varied."""
-    changes = setting.first["changes"]
-    told = [
-        f"{key.partition('.')[2]} {changes[key]:g}" for key in sorted(OUTER_STEP & set(changes))
-    ]
-    return f", {', '.join(told)}" if told else ""
-
-
-def end_of(setting: Setting) -> str:
-    """The k of a method's last rounds, where it is another."""
-    changes = METHODS[setting.first["method"]].changes
-    k, rounds = (changes.get(f"codec.{key}") for key in ("k_end", "k_end_rounds"))
-    return f", the last {rounds} rounds {k}" if rounds else ""
-
-
-def first_loss(setting: Setting) -> float:
-    """Of seed 0, which every setting that is asked for it has."""
-    return setting.losses[0]
-
-
-def bytes_then_loss(setting: Setting) -> tuple[float, float]:
-    """Fewest first; what differs by less than a few percent counts as equal."""
-    return -float(f"{setting.fewer_than_ddp('up'):.2g}"), first_loss(setting)
-
-
-def choices_table() -> list[str]:
-    """Settings that no other one beats in both loss and bytes; seed 0."""
-    lines = [
-        "| fewer bytes up than DDP | dense fp32 / up | method | H | k | lr | bits per byte "
-        "| against DDP |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    found = of_any_interval(SEARCHED)
-    ddp = min((s for s in found if s.first["method"] == "ddp"), key=first_loss)
-    best = float("inf")
-    for setting in sorted(found, key=bytes_then_loss):
-        if first_loss(setting) >= best:
-            continue
-        best, run = first_loss(setting), setting.first
-        lines.append(
-            f"| {times(setting.fewer_than_ddp('up'))} | {times(setting.mean('times_smaller_up'))} "
-            f"| {METHODS[run['method']].title} | {interval(run)} "
-            f"| {density(run)} | {run['lr']:g} | {best:.3f} "
-            f"| {100 * (best / first_loss(ddp) - 1):+.1f} % |"
-        )
-    return lines
-
-
-def long_table() -> list[str]:
-    """Hundreds of rounds at the density of the presets; small model."""
-    lines = [
-        "| method | H | rounds | k | lr | seeds | bits per byte (lowest to highest) "
-        "| against SparseLoCo as published | fewer up than DDP | dense fp32 / up |",
-        "| --- |" + " --- |" * 9,
-    ]
-    found = sorted(
-        settings(filter(is_long, load())), key=lambda setting: setting.mean("val_bpb_end")
-    )
-    published = next(s for s in found if s.first["method"] == "sparseloco")
-    for setting in found:
-        run = setting.first
-        lines.append(
-            f"| {METHODS[run['method']].title} | {interval(run)} | {run['rounds']} "
-            f"| {density(run)} | {run['lr']:g} | {len(setting.runs)} | {setting.loss()} "
-            f"| {setting.against(published)} | {times(setting.fewer_than_ddp('up'))} "
-            f"| {times(setting.mean('times_smaller_up'))} |"
-        )
-    return lines
-
-
-def is_long(run: Run) -> bool:
-    """One of the long runs, which have a table of their own."""
-    return bool(run["inner_steps"] * run["rounds"] == LONG_STEPS)
-
-
-def varied_table() -> list[str]:
-    """Every setting in which something was varied, but for long runs."""
-    lines = [
-        "| method | parameters | sites | H | rounds | changed | seeds | bits per byte "
-        "| dense / up |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for setting in settings(load()):
-        run = setting.first
-        shape = {"data": "eras", "sites": SITES if run["data"] == "domains" else run["sites"]}
-        plain = is_main(run | shape)  # in a table of its own
-        if plain or is_long(run) or set(run["changes"]) == {"inner.lr"}:
-            continue
-        changed = ", ".join(f"{k} = {v}" for k, v in run["changes"].items() if k != "inner.steps")
-        lines.append(
-            f"| {METHODS[run['method']].title} | {run['params']:,} | {run['sites']} "
-            f"| {run['inner_steps']} | {run['rounds']} | {changed} | {len(setting.runs)} "
-            f"| {setting.loss()} | {times(setting.mean('times_smaller_up'))} |"
-        )
-    return lines
-
-
 def real_runs() -> list[str]:
     """What became of runs with real processes, against the simulation of the same config."""
     runs = [run for run in load() if is_main(run)]
@@ -471,13 +323,7 @@ def real_runs() -> list[str]:
 BLOCKS: dict[str, Callable[[], list[str]]] = {
     "convergence": readme_table,
     "convergence-models": all_tables,
-    "convergence-rates": partial(rate_table, "small"),
-    "convergence-rates-3m": partial(rate_table, "3m"),
-    "convergence-intervals": interval_table,
-    "convergence-choices": choices_table,
     "convergence-alike": alike_table,
     "convergence-domains": domains_table,
-    "convergence-long": long_table,
-    "convergence-varied": varied_table,
     "convergence-real": real_runs,
 }

@@ -18,6 +18,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import convergence_plot, downlink_plot, tables
-from benchmarks.convergence_tables import LONG_STEPS, RESULTS, identity
+from benchmarks.convergence_search import LONG_STEPS
+from benchmarks.convergence_tables import RESULTS, identity
 from benchmarks.methods import MODELS
 from benchmarks.recorded import DOWNLINK, OVERLAP, SCALING, demo_record
 
@@ -35,19 +37,16 @@ CORES = 2  # runs at a time, each on one thread
 STEPS = 900  # inner steps of a run of the grid
 GRIDS = (
     "--method ddp localsgd diloco diloco-tuned sparseloco kept kept-5 kept-momentum",
-    "--method ddp diloco-tuned sparseloco kept-5 kept-momentum --seed 1 2",
+    "--method ddp-muon diloco-muon kept-5-muon",
+    "--method ddp diloco-tuned kept-5 kept-5-muon --seed 1",
     "--method torchft-diloco real recipe mean overlap fragments scape one-bit",
-    "--method ddp diloco kept-5 --data domains --sites 3",
+    "--method ddp kept-5 --data domains --sites 3",
     "--method ddp kept-5 --data iid",
-    "--method localsgd kept --sites 4",
-    "--method ddp kept-5 --vary inner.lr 2e-3 1.6e-2",
-    "--method diloco-tuned --vary inner.steps 10 30 60",
-    "--method kept-momentum --vary inner.steps 10 30 60 --vary inner.lr 4e-3",
-    "--method kept-momentum --vary inner.steps 10 --vary codec.k 1024 --vary inner.lr 4e-3",
-    "--method kept-momentum --vary inner.steps 30 --vary codec.k 4096 --vary inner.lr 4e-3",
-    "--method kept-momentum --vary inner.steps 60 --vary codec.k 2048 --vary inner.lr 4e-3 "
-    "--vary outer.alpha 0.9",
-    "--method recipe --vary inner.steps 15 60 --vary codec.k 32 128",
+    "--method ddp kept --sites 4",
+    "--method ddp-muon --vary inner.lr 4e-3",
+    "--method diloco-tuned --vary inner.steps 30",
+    "--method kept-momentum --vary inner.steps 30 --vary inner.lr 4e-3",
+    "--method recipe --vary inner.steps 15 --vary codec.k 32 128",
 )
 """Arguments of benchmarks.convergence, for each model; the rates are those of the small one."""
 LONG = f"--method sparseloco kept-thin --vary inner.steps 10 --steps {LONG_STEPS}"
@@ -88,7 +87,9 @@ def main() -> int:
     asked = Asked(models=given.models, steps=given.steps, into=given.into)
     asked.into.mkdir(parents=True, exist_ok=True)
     for part in given.only:
+        started = time.monotonic()
         PARTS[part](asked)
+        print(f"{part}: {(time.monotonic() - started) / 60:.0f} minutes", flush=True)
     if asked.into.resolve() != RESULTS.parent:
         return 0
     convergence_plot.main()
@@ -148,7 +149,7 @@ def scaling(asked: Asked) -> None:
     """What the coordinator of a large model spends; the largest is left out."""
     gathered = ROOT / "build/evidence/scaling.jsonl"
     gathered.unlink(missing_ok=True)
-    module("scaling_run", "--out", str(gathered), "--sizes", "124")
+    module("scaling_run", "--out", str(gathered), "--sizes", "124", "--sites", "2")
     merge(asked.file(SCALING), gathered, measured)
 
 

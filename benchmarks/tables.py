@@ -16,13 +16,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import convergence_tables, scaling
+from benchmarks import convergence_search, convergence_tables, scaling
 from benchmarks.recorded import demo_lines, downlink_lines, downlink_ways, overlap_lines, wan_lines
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 BLOCKS: dict[str, Callable[[], list[str]]] = {
     **convergence_tables.BLOCKS,
+    **convergence_search.BLOCKS,
     "scaling": scaling.table,
     "scaling-limits": scaling.limits,
     "scaling-measured": scaling.measured,
