@@ -5,7 +5,7 @@ Alone: python -m pytest tests/loco/inner/test_muon.py
 
 from __future__ import annotations
 
-import copy
+import json
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from loco.inner.build import build_inner
 from loco.inner.groups import Group
 from loco.inner.muon import Muon, hidden_matrices, orthogonal
 from loco.model import build_model
+from worker.structure import pack_structure, unpack_structure
 
 SHAPES = ((6, 4), (4, 6), (6, 4))
 VECTOR = 5
@@ -88,7 +89,7 @@ def test_a_matrix_without_gradient_or_with_zeros_stays_finite() -> None:
     assert all(bool(p.isfinite().all()) for p in params)
 
 
-def test_a_saved_state_goes_on_bit_for_bit() -> None:
+def test_the_state_of_a_checkpoint_goes_on_bit_for_bit() -> None:
     straight, resumed = fresh(), fresh()
     optimizer = muon(straight)
     first = muon(resumed)
@@ -97,7 +98,11 @@ def test_a_saved_state_goes_on_bit_for_bit() -> None:
             give_gradients(params, step)
             each.step()
     second = muon(resumed)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    structure, saved = pack_structure(first.state_dict())
+    state, tensors = unpack_structure(json.loads(json.dumps(structure)))
+    for tensor, value in zip(tensors, saved, strict=True):
+        tensor.copy_(value)
+    second.load_state_dict(state)
     for group in (*optimizer.param_groups, *second.param_groups):
         group["lr"] = 0.01  # what a schedule sets reaches both kinds
     for params, each in ((straight, optimizer), (resumed, second)):
