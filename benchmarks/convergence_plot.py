@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from benchmarks.convergence_search import by_density
 from benchmarks.convergence_tables import RESULTS, Run, is_main, load
 from benchmarks.methods import METHODS, changed, config_of
 from benchmarks.simulation import all_reduce_bytes
@@ -39,8 +41,7 @@ def main() -> None:
     shown = [run for name in SHOWN for run in shown if run["method"] == name]
     save(progress(shown), "progress")
     save(against_bytes(shown), "bytes")
-    if points := by_density(runs):
-        save(density(points), "density")
+    save(density(), "density")
     save(inside(shown), "feedback")
 
 
@@ -51,13 +52,12 @@ def main_model(runs: list[Run]) -> str:
 
 
 def save(figure: Any, name: str) -> None:
-    figure.tight_layout()
     figure.savefig(RESULTS.with_name(f"convergence_{name}_cpu_2026-11-30.png"), dpi=110)
 
 
 def progress(runs: list[Run]) -> Any:
     """Loss against tokens and against time at two rates."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5.4), sharey=True, layout="constrained")
     for run in runs:
         done, losses = curve(run)
         tokens = run["tokens_per_site"] * run["sites"] / run["rounds"] / 1e6
@@ -70,13 +70,13 @@ def progress(runs: list[Run]) -> Any:
     axes[1].set(xlabel="minutes at 100 Mbit/s (1 B parameters, 1 s a step)", xscale="log")
     axes[2].set(xlabel="minutes at 1 Gbit/s", xscale="log")
     finish(axes)
-    axes[0].legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
 def against_bytes(runs: list[Run]) -> Any:
     """Loss against what a site has sent."""
-    figure, ax = plt.subplots(figsize=(7.5, 4.6))
+    figure, ax = plt.subplots(figsize=(8, 6), layout="constrained")
     for run in runs:
         done, losses = curve(run)
         sent = [0.0, *itertools.accumulate(run["traces"]["bytes_up"])]
@@ -86,47 +86,37 @@ def against_bytes(runs: list[Run]) -> Any:
         xlabel="bytes a site has sent, a parameter", xscale="log", ylabel="held-out bits per byte"
     )
     finish([ax])
-    ax.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
-
-
-def by_density(runs: list[Run]) -> dict[tuple[str, int], dict[int, float]]:
-    """Final loss by method, H and k, for those that were run with several k; seed 0."""
-    found: dict[tuple[str, int], dict[int, float]] = {}
-    model = main_model(runs)
-    for run in runs:
-        varied = set(run["changes"]) - {"inner.steps", "codec.k", "inner.lr"}
-        same = (run["model"], run["data"], run["sites"], run["seed"]) == (model, "eras", 2, 0)
-        method = METHODS[run["method"]]
-        if same and not varied and run["lr"] == method.lr[model] and is_sparse(run):
-            name = "kept" if run["method"].startswith("kept") else run["method"]
-            found.setdefault((name, run["inner_steps"]), {})[run["k"]] = run["val_bpb_end"]
-    return {at: by_k for at, by_k in sorted(found.items()) if len(by_k) > 1}
 
 
 def is_sparse(run: Run) -> bool:
     return METHODS[run["method"]].changes.get("codec.bits") != 32
 
 
-def density(points: dict[tuple[str, int], dict[int, float]]) -> Any:
-    """Loss against k for each H, at the same number of inner steps."""
-    figure, ax = plt.subplots(figsize=(7.5, 4.6))
-    for (name, steps), by_k in points.items():
-        style = "-" if name == "kept" else "--"
-        label = f"{METHODS[name].title}, H = {steps}"
-        ax.plot(*zip(*sorted(by_k.items()), strict=True), style, marker="o", label=label)
-    ax.set(xlabel="k, values of 4096", ylabel="held-out bits per byte at the end", xscale="log")
-    ticks = sorted({k for by_k in points.values() for k in by_k})
-    ax.set_xticks(ticks, [str(k) for k in ticks])
-    ax.minorticks_off()
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
+def density() -> Any:
+    """Loss against k for each H, at the same number of inner steps; the mean of the seeds."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    families = (("recipe", "EF beside the replica"), ("kept", "replicas keep what is unsent"))
+    for ax, (family, title) in zip(axes, families, strict=True):
+        ticks = set[int]()
+        for steps, by_k in sorted(by_density()[family].items()):
+            points = sorted((k, fmean(s.losses.values())) for k, s in by_k.items())
+            if len(points) > 1:
+                ax.plot(*zip(*points, strict=True), marker="o", label=f"H = {steps}")
+                ticks |= by_k.keys()
+        ax.set(xlabel="k, values of 4096", xscale="log", title=title)
+        ax.set_xticks(sorted(ticks), [str(k) for k in sorted(ticks)])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    axes[0].set_ylabel("held-out bits per byte at the end")
     return figure
 
 
 def inside(runs: list[Run]) -> Any:
     """Norm of error feedback, and how much the sites choose alike."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for run in runs:
         if not is_sparse(run):
             continue
@@ -138,7 +128,9 @@ def inside(runs: list[Run]) -> Any:
     )
     for ax in axes:
         ax.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
+    )
     return figure
 
 

@@ -95,6 +95,17 @@ def of_any_interval(searched: set[str]) -> list[Setting]:
     return [setting for setting in settings(runs) if 0 in setting.losses]
 
 
+def by_density() -> dict[str, dict[int, dict[int, Setting]]]:
+    """Small model: by family of methods and H, the setting of each k with most seeds, the best."""
+    found: dict[str, dict[int, dict[int, Setting]]] = {"kept": {}, "recipe": {}}
+    for setting in sorted(of_any_interval(SEARCHED | OUTER_STEP), key=most_seeds_then_loss):
+        run = setting.first
+        family = "kept" if run["method"].startswith("kept") else run["method"]
+        if family in found:
+            found[family].setdefault(run["inner_steps"], {}).setdefault(run["k"], setting)
+    return found
+
+
 def interval_table() -> list[str]:
     """Dense DiLoCo against replicas that keep what is unsent by H and k.
 
@@ -105,14 +116,13 @@ def interval_table() -> list[str]:
         "| fewer up than DDP | dense fp32 / up |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    dense, kept = {}, {}
+    dense: dict[int, Setting] = {}
     for setting in sorted(of_any_interval(SEARCHED | OUTER_STEP), key=most_seeds_then_loss):
-        run = setting.first
-        if run["method"].startswith("diloco"):
-            dense.setdefault(run["inner_steps"], setting)
-        elif run["method"].startswith("kept"):
-            kept.setdefault((run["inner_steps"], run["k"]), setting)
-    for (steps, k), ours in sorted(kept.items()):
+        if setting.first["method"].startswith("diloco"):
+            dense.setdefault(setting.first["inner_steps"], setting)
+    kept = by_density()["kept"]
+    points = ((steps, k, ours) for steps, ks in kept.items() for k, ours in ks.items())
+    for steps, k, ours in sorted(points, key=lambda point: point[:2]):
         if theirs := dense.get(steps):
             common = len(ours.losses.keys() & theirs.losses.keys())
             lines.append(
