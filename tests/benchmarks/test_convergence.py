@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from benchmarks.convergence import check_device, key_of, simulated_run
-from benchmarks.convergence_tables import Setting, settings
+from benchmarks.convergence_search import by_density
+from benchmarks.convergence_tables import STEPS, Setting, settings
 from benchmarks.methods import METHODS, changed, config_of
 from benchmarks.simulation import all_reduce_bytes
 from benchmarks.torchft_diloco import torchft_run
@@ -76,6 +77,13 @@ def test_a_setting_is_compared_over_the_seeds_that_both_have() -> None:
     assert theirs.against(ours) == "-9.1 %"
     assert ours.against(theirs) == "+10.0 %"
     assert ours.against(Setting((run_of(5, 1.0),))) == ""
+
+
+def test_a_curve_over_k_has_runs_of_one_length_only() -> None:
+    kept = by_density()["kept"]
+    points = [setting.first for by_k in kept.values() for setting in by_k.values()]
+    assert {run["inner_steps"] * run["rounds"] for run in points} == {STEPS}
+    assert set(kept[60]) >= {512, 1024, 2048, 4096}
 
 
 def test_bytes_are_counted_against_gradients_in_every_step() -> None:
