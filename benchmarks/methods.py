@@ -138,6 +138,12 @@ METHODS: dict[str, Method] = {
         changes=KEPT | MOMENTUM
         | {"codec.k": 64, "codec.k_end": 2048, "codec.k_end_rounds": 3},
     ),
+    "kept-thin-muon": Method(
+        title="replicas keep what is unsent, momentum, k = 64, handed over at the end, Muon inside",
+        lr=SPARSE_LR,
+        changes=KEPT | MOMENTUM | MUON
+        | {"codec.k": 64, "codec.k_end": 2048, "codec.k_end_rounds": 3},
+    ),
     "real": Method(
         title="beta 0.8, alpha 1.5, real processes and sockets", lr=SPARSE_LR, changes=RECIPE,
         runner="processes",
