@@ -44,10 +44,10 @@ def torchft_run(config: Config) -> dict[str, Any]:
     Raises:
         torch.multiprocessing.ProcessRaisedException: a site failed; its traceback is in it.
     """
+    os.environ.setdefault("RUST_LOG", "error")  # it would log every quorum; read at the import
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from torchft.coordination import LighthouseServer
 
-    os.environ.setdefault("RUST_LOG", "error")  # it would log every quorum
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = f"{HOST}:{free_port()}"
     sites = len(config.data.sites)
     with tempfile.TemporaryDirectory(prefix="loco-torchft-diloco-") as folder:
