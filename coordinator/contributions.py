@@ -7,46 +7,59 @@ from pathlib import Path
 
 from loco import codec
 from loco.errors import PayloadError
-from loco.layout import CHUNK, cells
+from loco.layout import CELL_CHUNKS, CHUNK, cells
 from loco.outer import Piece
 
 
 class ShardReader:
-    """Hands out the pieces of one shard cell by cell, as the reducer walks the cells.
+    """Hands out the pieces of one shard by cell, in any order and to any thread.
 
-    A payload is read when it is asked for: of all the sites' shards one is in memory at a time.
+    A payload is read when it is asked for: of all the sites' shards, a thread that reduces has one
+    in memory at a time.
+
+    Raises:
+        PayloadError: the file does not fit `rows`.
     """
 
     def __init__(self, path: Path, *, rows: range, weight: float, scale: float) -> None:
-        self._cells = cells(rows)
-        self._next = next(self._cells, None)
-        self._payloads = read_payloads(path, rows)
+        self._path = path
+        self._places = {part.start // CELL_CHUNKS: (part, at) for part, at in _places(path, rows)}
         self._weight = weight
         self._scale = scale
 
     def pieces(self, cell: range) -> Iterator[Piece]:
         """The piece within `cell`, if the shard has one."""
-        if self._next is None or self._next.start >= cell.stop:
+        if cell.start // CELL_CHUNKS not in self._places:
             return
-        rows, payload = next(self._payloads)
-        self._next = next(self._cells, None)
+        rows, at = self._places[cell.start // CELL_CHUNKS]
         yield Piece(
             start=(rows.start - cell.start) * CHUNK,
             num_elements=len(rows) * CHUNK,
             weight=self._weight,
             scale=self._scale,
-            payload=payload,
+            payload=_read(self._path, at),
         )
-        if self._next is None:
-            next(self._payloads, None)  # bytes that follow the last payload are an error
 
 
 def read_payloads(path: Path, rows: range) -> Iterator[tuple[range, bytes]]:
     """`(rows, payload)` for each cell of a shard; PayloadError where the file does not fit."""
+    return ((part, _read(path, at)) for part, at in _places(path, rows))
+
+
+def _read(path: Path, at: range) -> bytes:
     with path.open("rb") as file:
+        file.seek(at.start)
+        return file.read(len(at))
+
+
+def _places(path: Path, rows: range) -> Iterator[tuple[range, range]]:
+    """`(rows, bytes of the file)` for each cell of a shard, by the headers of its payloads."""
+    with path.open("rb") as file:
+        start = 0
         for part in cells(rows):
-            head = file.read(codec.HEADER_BYTES)
-            yield part, head + file.read(header_of(head, part).length - len(head))
+            length = header_of(file.read(codec.HEADER_BYTES), part).length
+            yield part, range(start, start + length)
+            start = file.seek(start + length)
         if file.read(1):
             raise PayloadError("trailing_bytes", "bytes follow the last payload of the shard")
 

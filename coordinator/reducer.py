@@ -1,14 +1,17 @@
-"""From the contributions on disk to the update on disk, cell by cell: memory for one cell.
+"""From the contributions on disk to the update on disk, cell by cell.
 
-Runs in a thread of the coordinator, never on its event loop. Deterministic: the same contributions
-give the same update, so that replay after a crash makes the same bytes again.
+Runs in threads of the coordinator, never on its event loop: a large model's cells are shared by as
+many as there are cores, each with memory for one cell. Deterministic: the same contributions give
+the same update, on any number of threads, so that replay after a crash makes the same bytes again.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +26,10 @@ from coordinator.snapshots import Snapshot
 from coordinator.state import Contribution, State
 from coordinator.store import Store
 from loco.config import Config
+from loco.cpus import usable_cpus
 from loco.digest import chunk_hashes, theta_digest
 from loco.layout import CHUNK, cells
-from loco.outer import OuterRules, Piece, outer_step, rules_at
+from loco.outer import OuterRules, outer_step, reducing_threads, rules_at
 
 Array = npt.NDArray[np.float32]
 
@@ -49,6 +53,8 @@ class Reducer:
         self.snapshot_round = snapshot.round
         """Round of the newest snapshot that these buffers were read from or written to."""
         self._hashes = chunk_hashes(self.theta)
+        self._cells = list(cells(range(self._layout.num_chunks)))
+        self._threads = reducing_threads(len(self._cells), usable_cpus())
 
     @property
     def theta(self) -> Array:
@@ -71,10 +77,8 @@ class Reducer:
         readers = self._readers(state.round, included)
         path = self._store.update(state.round)
         digest = xxhash.xxh3_128()
-        with write_aside(path) as file:
-            for cell in cells(range(self._layout.num_chunks)):
-                pieces = (piece for reader in readers for piece in reader.pieces(cell))
-                payload = self._reduce_cell(rules, cell, pieces)
+        with write_aside(path) as file, ThreadPoolExecutor(self._threads) as pool:
+            for payload in self._payloads(pool, rules, readers):
                 digest.update(payload)
                 file.write(payload)
                 reach("reduce.cell_written")
@@ -103,12 +107,24 @@ class Reducer:
             for shard, digest in sorted(have.digests.items())
         ]
 
-    def _reduce_cell(self, rules: OuterRules, cell: range, pieces: Iterable[Piece]) -> bytes:
+    def _payloads(
+        self, pool: ThreadPoolExecutor, rules: OuterRules, readers: list[ShardReader]
+    ) -> Iterator[bytes]:
+        """The update's payload of each cell, in order; as many are in work as there are threads."""
+        in_work: deque[Future[bytes]] = deque()
+        for cell in self._cells:
+            in_work.append(pool.submit(self._reduce_cell, rules, readers, cell))
+            if len(in_work) == self._threads:
+                yield in_work.popleft().result()
+        while in_work:
+            yield in_work.popleft().result()
+
+    def _reduce_cell(self, rules: OuterRules, readers: list[ShardReader], cell: range) -> bytes:
         here = slice(cell.start * CHUNK, cell.stop * CHUNK)
         momentum = self._buffers.get("momentum")
         payload = outer_step(
             rules,
-            pieces,
+            (piece for reader in readers for piece in reader.pieces(cell)),
             theta=self.theta[here],
             residual=self._buffers["residual"][here],
             momentum=None if momentum is None else momentum[here],

@@ -132,6 +132,9 @@ def plan(
     coordinator_mbit: Annotated[
         float | None, typer.Option(help="The coordinator's link, which all sites share.")
     ] = None,
+    coordinator_cores: Annotated[
+        int, typer.Option(help="Its cores: they share the reduction of a large model.")
+    ] = 8,
     rtt_ms: Annotated[float, typer.Option(help="Round trip to the coordinator, ms.")] = 50.0,
     congestion: Annotated[
         str, typer.Option(help="TCP's congestion control at both ends: cubic (Linux's) or bbr.")
@@ -172,6 +175,7 @@ def plan(
         up_mbit=mbit,
         down_mbit=mbit if mbit_down is None else mbit_down,
         coordinator_mbit=coordinator_mbit,
+        coordinator_cores=coordinator_cores,
         rtt_ms=rtt_ms,
         congestion=congestion,
     )

@@ -19,7 +19,7 @@ from loco.codec import HEADER_BYTES, encode
 from loco.codec.backend import WORTH_COMPILING
 from loco.errors import ConfigError
 from loco.layout import CHUNK, Layout, cells
-from loco.outer import GUESS_AFTER_STEPS, k_of_site
+from loco.outer import GUESS_AFTER_STEPS, k_of_site, reducing_threads
 from loco.wire.protocol import BLOCK_BYTES, INLINE_UPDATE_BYTES
 
 DENSE_BITS = 32
@@ -88,6 +88,8 @@ class Setting:
     again after each pause, or bbr, which remembers the line."""
     own_fragments: tuple[OwnFragment, ...] = ()
     """Each takes a turn; `k`, `bits` and `fragments` are those of all other tensors."""
+    coordinator_cores: int = 8
+    """Of the coordinator's machine: they share the reduction of a large model."""
     unsent: str = "feedback"
     """Where sites keep what they have not sent (`outer.unsent`): costs nothing, advice asks."""
 
@@ -124,9 +126,9 @@ class Prediction:
     encode_seconds: float
     up_seconds: float
     coordinator_seconds: float
-    """All CPU of the coordinator's process, as if one core had it."""
-    reduce_seconds: float
-    """Of these: check all contributions, add them, make the update."""
+    """Check all contributions, add them, make the update, on its cores; serve the sites, on one."""
+    coordinator_cpu_seconds: float
+    """The same as if it had one core."""
     down_seconds: float
     apply_seconds: float
     latency_seconds: float
@@ -172,6 +174,7 @@ def check(setting: Setting) -> None:
         ("--step-seconds", setting.step_seconds, 1e-6, 1e6),
         ("--mbit", setting.up_mbit, 1e-3, 1e7),
         ("--mbit-down", setting.down_mbit, 1e-3, 1e7),
+        ("--coordinator-cores", setting.coordinator_cores, 1, 1000),
         ("--coordinator-mbit", setting.coordinator_mbit or 1.0, 1e-3, 1e7),
         ("--rtt-ms", setting.rtt_ms, 0, 1e5),
     )
@@ -195,10 +198,13 @@ def predict(setting: Setting) -> Prediction:
         encode_rate /= NUMPY_SLOWDOWN
     encode = elements / setting.ranks / encode_rate
     reduce = _reduce_seconds(setting, setting.sites * values_up, values_down)
+    serve = _serve_seconds(setting.sites, up, down)
+    num_cells = len(list(cells(range(setting.layout.num_chunks))))
+    threads = reducing_threads(num_cells, setting.coordinator_cores)
     parts = {
         "codec": encode + values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
         "uplink": _transfer_seconds(setting, up, setting.up_mbit),
-        "coordinator": reduce + _serve_seconds(setting.sites, up, down),
+        "coordinator": reduce / threads + serve,
         "downlink": _transfer_seconds(setting, down, setting.down_mbit),
         "latency": _latency_seconds(setting, up, down),
     }
@@ -226,7 +232,7 @@ def predict(setting: Setting) -> Prediction:
         encode_seconds=encode,
         up_seconds=parts["uplink"],
         coordinator_seconds=parts["coordinator"],
-        reduce_seconds=reduce,
+        coordinator_cpu_seconds=reduce + serve,
         down_seconds=parts["downlink"],
         apply_seconds=values_down / setting.ranks / DECODE_VALUES_PER_SECOND,
         latency_seconds=parts["latency"],

@@ -150,7 +150,7 @@ def _rows(p: Prediction) -> list[tuple[str, str, str]]:
         ("inner steps", _seconds(p.compute_seconds), ""),
         ("encode", _seconds(p.encode_seconds), "one core a rank"),
         ("upload", _seconds(p.up_seconds), ""),
-        ("coordinator", _seconds(p.coordinator_seconds), "reduce, and serve the sites: one core"),
+        ("coordinator", _seconds(p.coordinator_seconds), "reduce on its cores, serve sites on one"),
         ("download", _seconds(p.down_seconds), ""),
         ("apply", _seconds(p.apply_seconds), "one core a rank"),
         ("latency", _seconds(p.latency_seconds), "round trips and TCP's slow start"),

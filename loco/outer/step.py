@@ -24,6 +24,9 @@ from loco.layout import CHUNK
 
 Array = npt.NDArray[np.float32]
 
+CELLS_A_THREAD = 8
+"""A thread more for each so many cells: what they hold, about 80 MB each, stays below theta."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OuterRules:
@@ -44,6 +47,11 @@ class Piece:
     weight: float  # share of the round's tokens
     scale: float  # at most 1: clipping of contributions that are larger than their peers
     payload: bytes
+
+
+def reducing_threads(num_cells: int, cores: int) -> int:
+    """Threads that share the cells of a model; each cell has an outer step of its own."""
+    return min(cores, 1 + num_cells // CELLS_A_THREAD)
 
 
 def outer_step(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.runs import LAYOUT, Array, config_of, create_store, digest_of, shard_body, vector
 
+from coordinator import reducer as reducer_module
 from coordinator.recovery import recover
 from coordinator.state import Contribution, State
 from coordinator.store import Store
@@ -138,6 +139,25 @@ def test_a_model_of_several_cells_meets_cell_by_cell(tmp_path: Path) -> None:
     three = reduce(tmp_path / "3", config, deltas, ranks=3, layout=layout, deltas=deltas)
     assert one[0] == three[0]
     assert one[1].tobytes() == three[1].tobytes()
+
+
+def test_threads_that_share_cells_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three cells on two threads against one, for shards of one rank and of three."""
+    layout = Layout.of([("a", (2 * CELL_CHUNKS + 100, CHUNK))])
+    deltas: dict[str, Any] = {"paris": (vector(layout, 1), 2), "oslo": (vector(layout, 2), 1)}
+    made = []
+    for threads, ranks in ((1, 1), (2, 1), (2, 3)):
+        monkeypatch.setattr(reducer_module, "reducing_threads", lambda *_, n=threads: n)
+        directory = tmp_path / f"{threads}-{ranks}"
+        made.append(
+            reduce(directory, SPARSE_NESTEROV, deltas, ranks=ranks, layout=layout, deltas=deltas)
+        )
+    for update, theta, residual in made[1:]:
+        assert update == made[0][0]
+        assert np.array_equal(theta, made[0][1])
+        assert np.array_equal(residual, made[0][2])
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "mean_contributors"])
