@@ -149,7 +149,8 @@ def main_table(model: str) -> list[str]:
 
 def interval(run: Run) -> int:
     """Inner steps between two exchanges."""
-    return 1 if run["method"] == "ddp" else int(run["inner_steps"])
+    every_step = METHODS[run["method"]].runner == "data_parallel"
+    return 1 if every_step else int(run["inner_steps"])
 
 
 def density(run: Run) -> str:
