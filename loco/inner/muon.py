@@ -22,8 +22,8 @@ RMS_OF_ADAMW = 0.2
 class Muon(torch.optim.Optimizer):
     """One rate for both: a Muon step is as large as AdamW's would be.
 
-    torch.optim.Muon takes matrices alone, and orthogonalises in bf16 on every device: 50 times
-    slower than fp32 on a CPU without bf16 units (docs/lab-log.md).
+    torch.optim.Muon takes matrices alone, and orthogonalises in bf16 on every device: on a CPU
+    without bf16 units tens of times slower than fp32 (docs/lab-log.md).
 
     Args:
         matrices: fp32 parameters [rows, columns] that are orthogonalised.

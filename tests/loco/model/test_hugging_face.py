@@ -23,6 +23,7 @@ from coordinator.store import Store
 from loco.config import Config, ModelConfig, config_from_dict, config_from_json
 from loco.errors import ConfigError
 from loco.export import export
+from loco.inner.muon import hidden_matrices
 from loco.model import build_model, layout_of, pack
 from loco.plan_view import layout_of_config
 
@@ -79,6 +80,21 @@ def test_logits_and_loss_are_those_of_transformers(described: Any, tmp_path: Pat
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, logits, atol=0.05, rtol=0.05)
     assert not torch.equal(half, logits)
+
+
+@pytest.mark.parametrize("described", [gpt2, llama])
+def test_muon_gets_neither_embeddings_nor_the_head(described: Any, tmp_path: Path) -> None:
+    path = save(tmp_path / "model", described(), weights=True)
+    model = build_model(ModelConfig(hf=path, seq_len=32), seed=0)
+    hidden = hidden_matrices(model)
+    left = {name for name, p in model.named_parameters() if p.ndim == 2 and p not in hidden}
+    assert (
+        left
+        == {
+            gpt2: {"hf.transformer.wte.weight", "hf.transformer.wpe.weight"},
+            llama: {"hf.model.embed_tokens.weight", "hf.lm_head.weight"},
+        }[described]
+    )
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
