@@ -74,7 +74,7 @@ docs: $(READY) ## regenerate docs/reference, and build the site into build/site
 proto: $(READY) ## regenerate the gRPC code
 	PATH=$(BIN):$$PATH && $(call PROTOC,.)
 
-evidence: $(READY) system ## measure again, small, what the tables show, and rewrite them (root; 45 minutes)
+evidence: $(READY) system ## measure again, small, what the tables show, and rewrite them (root; 30 to 50 minutes)
 	$(BIN)/python -m benchmarks.evidence
 
 bench-torchft: $(READY) ## what membership costs a step, and what a rank that joins does (6 minutes)

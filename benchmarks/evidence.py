@@ -29,7 +29,7 @@ from benchmarks import convergence_plot, downlink_plot, tables
 from benchmarks.convergence_search import LONG_STEPS
 from benchmarks.convergence_tables import RESULTS, identity
 from benchmarks.methods import MODELS
-from benchmarks.recorded import DOWNLINK, OVERLAP, SCALING, demo_record
+from benchmarks.recorded import DOWNLINK, OVERLAP, SCALING, WAN_AGAIN, demo_record
 
 ROOT = RESULTS.parents[2]
 DEMOS = ("loco demo", "loco demo --inner dense", "loco demo --algorithm diloco")
@@ -142,7 +142,7 @@ def demo(asked: Asked) -> None:
 def wan(asked: Asked) -> None:
     """The exchange over an emulated line, ours and torchft's; needs root."""
     report = json.loads(module("wan", "--json"))
-    asked.file("wan_834k_2026-11-30.json").write_text(json.dumps(report, indent=1) + "\n")
+    asked.file(WAN_AGAIN).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def scaling(asked: Asked) -> None:

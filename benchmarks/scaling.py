@@ -188,10 +188,10 @@ def fit() -> list[str]:
 def coordinator() -> list[str]:
     """The process of a real coordinator on the slower machine, with light sites on loopback."""
     lines = [
-        "| parameters | sites | CPU of a round | over the formula's | of a snapshot "
+        "| parameters | sites | CPU of a round | over the formula's | on the clock | of a snapshot "
         "| memory: formula | peak | of it not mapped files | disk: formula | measured "
         "| update: formula | measured |",
-        "| --- |" + " --- |" * 11,
+        "| --- |" + " --- |" * 12,
     ]
     for row in rounds_in(SCALING):
         one = load_of(row)
@@ -201,7 +201,7 @@ def coordinator() -> list[str]:
         lines.append(
             f"| {row['params'] / 1e6:.0f} M | {row['sites']} "
             f"| {cpu:.2f} s | {cpu / one.round.coordinator_cpu_seconds:.1f} "
-            f"| {row['cpu_seconds_a_snapshot']:.2f} s "
+            f"| {row['seconds_a_round']:.2f} s | {row['cpu_seconds_a_snapshot']:.2f} s "
             f"| {human_bytes(one.memory_bytes)} | {human_bytes(row['peak_memory_bytes'])} "
             f"| {human_bytes(row['own_memory_bytes'])} "
             f"| {human_bytes(disk)} | {human_bytes(row['disk_bytes'])} "
