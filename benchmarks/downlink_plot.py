@@ -97,7 +97,7 @@ def curve(ax: Any, ks: list[int], kind: Downlink, style: str, label: str) -> Non
     high = [max(values) - mean for mean, values in zip(means, losses, strict=True)]
     ax.errorbar(down, means, [low, high], fmt=style, capsize=3, label=label)
     for k, *place in zip(ks, down, means, strict=True):
-        if not kind.exact:
+        if kind.bits > 1 and not kind.exact:  # the others lie close by
             ax.annotate(f"k = {k}", place, (4, 6), textcoords="offset points", fontsize=7)
 
 
