@@ -43,7 +43,7 @@ GRIDS = (
     "--method ddp kept-5 --data domains --sites 3",
     "--method ddp kept-5 --data iid",
     "--method ddp kept --sites 4",
-    "--method ddp-muon --vary inner.lr 4e-3",
+    "--method ddp-muon --vary inner.lr 8e-3",
     "--method diloco-tuned --vary inner.steps 30",
     "--method kept-momentum --vary inner.steps 30 --vary inner.lr 4e-3",
     "--method recipe --vary inner.steps 15 --vary codec.k 32 128",

@@ -83,7 +83,7 @@ SPARSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 SCAPE_LR = {name: 2 * lr for name, lr in SPARSE_LR.items()}
 KEPT_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 DILOCO_LR = {"small": 2e-3, "demo": 8e-4, "3m": 4e-4, "125m": 4e-4}
-MUON_LR = {"small": 8e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
+MUON_LR = {"small": 1.6e-2, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 DENSE_LR = {"small": 4e-3, "demo": 2e-3, "3m": 1e-3, "125m": 1e-3}
 
 METHODS: dict[str, Method] = {
@@ -140,7 +140,7 @@ METHODS: dict[str, Method] = {
     ),
     "kept-thin-muon": Method(
         title="replicas keep what is unsent, momentum, k = 64, handed over at the end, Muon inside",
-        lr=SPARSE_LR,
+        lr=MUON_LR,
         changes=KEPT | MOMENTUM | MUON
         | {"codec.k": 64, "codec.k_end": 2048, "codec.k_end_rounds": 3},
     ),
