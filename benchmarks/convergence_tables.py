@@ -195,14 +195,15 @@ def verdict(model: str) -> str:
     sparse = by_name["kept-5"]
     dense, diloco = dense_diloco(by_name)
     distances = ", ".join(
-        f"{sparse.against(other)} from {said}"
+        distance(sparse, other, said)
         for other, said in (
             (diloco, dense), (by_name["localsgd"], "dense averaging"), (by_name["ddp"], "DDP"),
         )
+        if other
     )  # fmt: skip
     return (
         f"{sparse.first['params']:,} parameters, replicas that keep what is unsent, k = 512, an "
-        f"exchange every {sparse.first['inner_steps']} steps: the loss ends {distances}, "
+        f"exchange every {sparse.first['inner_steps']} steps: loss against that of {distances}, "
         f"with {sparse.fewer_than_ddp('up'):.0f} times fewer bytes up than DDP "
         f"({sparse.fewer_than_ddp('up', 'down'):.0f} times up and down together), "
         f"{sparse.mean('times_smaller_up'):.0f} times fewer than dense fp32 as often."
@@ -216,14 +217,23 @@ def muon_verdict(by_name: dict[str, Setting]) -> str:
     if not sparse:
         return ""
     distances = [
-        f"{sparse.against(by_name[name])} from {said}"
+        distance(sparse, by_name[name], said)
         for name, said in (
             ("ddp", "DDP with AdamW"), ("ddp-muon", "DDP with Muon"),
             ("diloco-muon", "dense DiLoCo with Muon"),
         )
         if name in by_name
     ]  # fmt: skip
-    return f" With Muon inside the sites it ends {', '.join(distances)}, with as few bytes."
+    return f" With Muon inside the sites, and as few bytes: {', '.join(distances)}."
+
+
+def distance(ours: Setting, theirs: Setting, said: str) -> str:
+    """In words: against whom, at which H, over how many seeds."""
+    every = interval(theirs.first)
+    seeds = len(ours.losses.keys() & theirs.losses.keys())
+    told = [f"H = {every}"] if every > 1 else []
+    told.append(f"{seeds} seeds" if seeds > 1 else "one seed")
+    return f"{said} ({', '.join(told)}) {ours.against(theirs)}"
 
 
 ALIKE = {"eras": "an era a site", "iid": "every site all speeches", "domains": "a domain a site"}
@@ -279,13 +289,14 @@ def domains_verdict() -> str:
     """How far from DDP methods end where sites differ more than eras do."""
     by_name = of_data("domains")
     distances = [
-        f"{METHODS[name].title} {by_name[name].against(by_name['ddp'])}"
-        for name in ("kept-5", "localsgd", "diloco")
+        f"{METHODS[name].title.removesuffix(', H = 5')}, H = {interval(by_name[name].first)}: "
+        f"{by_name[name].against(by_name['ddp'])}"
+        for name in ("kept-5", "localsgd", "kept", "diloco")
         if name in by_name
     ]
     return (
         f"{by_name['ddp'].first['params']:,} parameters, three sites with one domain each "
-        f"({', '.join(DOMAINS)}), against DDP: {'; '.join(distances)}."
+        f"({', '.join(DOMAINS)}), loss against that of DDP: {'; '.join(distances)}."
     )
 
 
@@ -301,7 +312,8 @@ def described(model: str) -> str:
     run = main_settings(model)[0].first
     return (
         f"{run['params']:,} parameters, {SITES} sites (text of 1790 to 1903 and of 1904 to 2026), "
-        f"{STEPS} inner steps, {run['tokens_per_site']:,} tokens a site"
+        f"{STEPS} inner steps, {run['tokens_per_site']:,} tokens a site, {run['val_bpb']['0']:.2f} "
+        "bits per byte before training"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.convergence_tables import load, main_settings
+from benchmarks.convergence_tables import load
 from benchmarks.tables import BLOCK
 from loco import errors
 from loco.config import CodecConfig
@@ -35,10 +35,8 @@ def prose(text: str) -> str:
 def sayings() -> list[str]:
     """What README says in numbers, as it must be said now."""
     codec = CodecConfig()
-    small = main_settings("small")[0].first
     python = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     return [
-        f"({small['val_bpb']['0']:.2f} before training)",
         f"the {codec.k} largest of every {CHUNK} values, {codec.bits} bits each",
         f"k of {CHUNK} values sent",
         f"Python {python.removeprefix('>=')} or newer",
