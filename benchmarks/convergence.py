@@ -57,6 +57,8 @@ def main() -> None:
 def run_grid(arguments: argparse.Namespace) -> None:
     """Make every run that is not in the file yet."""
     torch.set_num_threads(1)
+    if arguments.out.is_dir():
+        raise ConfigError(f"--out {arguments.out} is a directory: name a file of JSON lines")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.touch()
     for label, config in grid(arguments):
@@ -69,8 +71,17 @@ def run_grid(arguments: argparse.Namespace) -> None:
 
 
 def keys_in(path: Path) -> set[str]:
-    """Of the runs in a file of JSON lines."""
-    return {json.loads(line)["key"] for line in path.read_text().splitlines()}
+    """Of the runs in a file of JSON lines; ConfigError where it has a line that is none."""
+    keys = set()
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            keys.add(json.loads(line)["key"])
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ConfigError(
+                f"--out {path}: line {number} is no run, or was cut off when a run was killed; "
+                "remove it, and the run is made again"
+            ) from None
+    return keys
 
 
 def parse_arguments() -> argparse.Namespace:

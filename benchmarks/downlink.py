@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks.simulation import Simulation
 from loco import codec
 from loco.config import Config
 from loco.data.eras import eras
+from loco.errors import ConfigError
 
 LABEL = ("model", "method", "sites", "rounds", "steps", "k_sites", "bits", "alpha", "exact")
 
@@ -36,7 +38,10 @@ def main() -> None:
     torch.set_num_threads(1)
     codec.warm_up()
     started = time.process_time()
-    runs = list(runs_of(arguments))
+    try:
+        runs = list(runs_of(arguments))
+    except ConfigError as error:
+        sys.exit(f"benchmarks.downlink: {error}")
     train(runs)
     each = round((time.process_time() - started) / len(runs), 1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,8 @@ def config_of_run(arguments: argparse.Namespace, seed: int, k: int) -> Config:
         METHODS[arguments.method], model=arguments.model, sites=1, data="eras",
         rounds=arguments.rounds, seed=seed,
     )  # fmt: skip
+    if arguments.sites < 1:
+        raise ConfigError(f"--sites {arguments.sites} is out of range: at least 1")
     names = [f"site{index:02d}" for index in range(arguments.sites)]
     return changed(
         base,

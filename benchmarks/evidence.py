@@ -88,7 +88,11 @@ def main() -> int:
     asked.into.mkdir(parents=True, exist_ok=True)
     for part in given.only:
         started = time.monotonic()
-        PARTS[part](asked)
+        try:
+            PARTS[part](asked)
+        except subprocess.CalledProcessError as error:
+            said = shlex.join(map(str, error.cmd[1:]))
+            sys.exit(f"benchmarks.evidence: {part}: {said} ended with {error.returncode}")
         print(f"{part}: {(time.monotonic() - started) / 60:.0f} minutes", flush=True)
     if asked.into.resolve() != RESULTS.parent:
         return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from benchmarks.methods import METHODS, changed, config_of
 from benchmarks.simulation import Simulation
 from loco import codec
 from loco.config import Config
+from loco.errors import ConfigError
 
 NOISE = 1e-6  # relative, on the initial theta
 
@@ -40,7 +42,10 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
     codec.warm_up()
-    runs = list(runs_of(arguments))
+    try:
+        runs = list(runs_of(arguments))
+    except ConfigError as error:
+        sys.exit(f"benchmarks.overlap: {error}")
     train(runs)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("a") as file:

@@ -42,7 +42,7 @@ HANDOVER_STEPS = 3
 """Of a delay: the training thread takes up what has come (acknowledgement, directive, theta) at the
 end of an inner step."""
 TARGET = 0.95  # utilisation that advice aims at
-REPLICA_KEEPS_FROM_K = 128  # docs/results/convergence_cpu_2026-11-30.md, "What to choose"
+REPLICA_KEEPS_FROM_K = 128  # docs/lab-log.md, "the end of a run with replicas ..."
 MAX_STEPS = 500  # advice goes no further: nobody has measured such rounds
 
 
@@ -368,7 +368,7 @@ def _room(setting: Setting) -> list[str]:
     return [
         told,
         f"from codec.k = {REPLICA_KEEPS_FROM_K} on, outer.unsent = 'replica' with beta = 0 and "
-        "aggregation = 'mean' trains better, where a value is sent five times in the run or more",
+        "aggregation = 'mean' trains better, where a value is sent more than twice in the run",
     ]
 
 

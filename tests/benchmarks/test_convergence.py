@@ -125,6 +125,27 @@ def test_what_cannot_be_varied_is_named(vary: tuple[str, str], told: str, tmp_pa
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("program", "words", "told"),
+    [
+        ("convergence", ["--out", "."], "--out . is a directory: name a file of JSON lines"),
+        ("convergence", ["--out", "cut.jsonl"], "line 2 is no run, or was cut off"),
+        ("downlink", ["--out", "x", "--sites", "0"], "--sites 0 is out of range: at least 1"),
+        ("overlap", ["--out", "x", "--delay", "99"], "outer.delay_steps = 99 must be at most"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_one_line(
+    program: str, words: list[str], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cut.jsonl").write_text('{"key": "a"}\n{"key": "b", "val')
+    words = [word.replace("cut.jsonl", str(tmp_path / "cut.jsonl")) for word in words]
+    command = [sys.executable, "-m", f"benchmarks.{program}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["125m", "1b"])
 def test_the_larger_presets_have_the_outer_step_that_won(name: str) -> None:
     ramp = {"codec.k_start", "codec.k_ramp_rounds"}
