@@ -83,7 +83,9 @@ def against_bytes(runs: list[Run]) -> Any:
         label = METHODS[run["method"]].title
         ax.plot([sent[r] / run["params"] for r in done], losses, marker=".", label=label)
     ax.set(
-        xlabel="bytes a site has sent, a parameter", xscale="log", ylabel="held-out bits per byte"
+        xlabel="bytes that one site has sent, per parameter",
+        xscale="log",
+        ylabel="held-out bits per byte",
     )
     finish([ax])
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
