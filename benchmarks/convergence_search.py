@@ -20,6 +20,7 @@ from benchmarks.convergence_tables import (
     load,
     most_seeds_then_loss,
     settings,
+    side_by_side,
     times,
 )
 from benchmarks.methods import METHODS
@@ -49,23 +50,9 @@ def rate_table(model: str) -> list[str]:
 
 def sites_table() -> list[str]:
     """More sites, each with its own text, at the same number of steps; small model."""
-    lines = [
-        "| method | "
-        + " | ".join(f"{num} sites | seeds | against DDP" for num in NUMBERS_OF_SITES)
-        + " |",
-        "| --- |" + " --- |" * (3 * len(NUMBERS_OF_SITES)),
-    ]
-    found = [of_sites(num) for num in NUMBERS_OF_SITES]
-    for name, method in METHODS.items():
-        if not any(name in by_name for by_name in found[1:]):
-            continue
-        cells = []
-        for by_name in found:
-            setting = by_name.get(name)
-            cells += [setting.loss(), str(len(setting.runs))] if setting else ["", ""]
-            cells.append(setting.against(by_name.get("ddp")) if setting else "")
-        lines.append(f"| {method.title} | {' | '.join(cells)} |")
-    return lines
+    found = {f"{num} sites": of_sites(num) for num in NUMBERS_OF_SITES}
+    two, *more = found.values()
+    return side_by_side(found, [name for name in two if any(name in others for others in more)])
 
 
 def of_sites(num: int) -> dict[str, Setting]:

@@ -241,18 +241,21 @@ ALIKE = {"eras": "an era a site", "iid": "every site all speeches", "domains": "
 
 def alike_table() -> list[str]:
     """Sites that differ by era or domain, and sites that do not; small model."""
-    lines = [
-        "| method | "
-        + " | ".join(f"{said} | seeds | against DDP" for said in ALIKE.values())
-        + " |",
-        "| --- |" + " --- |" * (3 * len(ALIKE)),
-    ]
     found = {data: of_data(data) for data in ALIKE}
-    for name in METHODS:
-        if name not in found["iid"] | found["domains"]:
-            continue
+    return side_by_side(
+        {said: found[data] for data, said in ALIKE.items()}, found["iid"] | found["domains"]
+    )
+
+
+def side_by_side(cases: dict[str, dict[str, Setting]], wanted: Iterable[str]) -> list[str]:
+    """Three columns a case, of its settings by method; a row for each method that is wanted."""
+    lines = [
+        f"| method | {' | '.join(f'{said} | seeds | against DDP' for said in cases)} |",
+        "| --- |" + " --- |" * (3 * len(cases)),
+    ]
+    for name in [name for name in METHODS if name in set(wanted)]:
         cells = []
-        for by_name in found.values():
+        for by_name in cases.values():
             setting = by_name.get(name)
             cells += [setting.loss(), str(len(setting.runs))] if setting else ["", ""]
             cells.append(setting.against(by_name.get("ddp")) if setting else "")

@@ -150,7 +150,7 @@ def wan(asked: Asked) -> None:
 
 
 def scaling(asked: Asked) -> None:
-    """What the coordinator of a large model spends; the largest is left out."""
+    """What the coordinator of 124 million parameters and two sites spends."""
     gathered = ROOT / "build/evidence/scaling.jsonl"
     gathered.unlink(missing_ok=True)
     module("scaling_run", "--out", str(gathered), "--sizes", "124", "--sites", "2")

@@ -137,8 +137,7 @@ class InnerConfig(_Section):
     """How the ranks of a site combine gradients each inner step: `scape` exchanges the largest
     few of them with error feedback (docs/scape.md), `dense` all."""
     optimizer: Literal["adamw", "adams", "muon", "sgd"] = "adamw"
-    """With `dense`; `scape` is an optimizer itself. `muon` orthogonalises the steps of hidden
-    matrices, at a rate that suits `adamw`; embedding, head and vectors have `adamw`."""
+    """With `dense`: `scape` is one itself. `muon` leaves all but hidden matrices to `adamw`."""
     density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """With `scape`: share of the positions exchanged in a step."""
     density_ramp_steps: Annotated[int, Field(ge=0)] = 0

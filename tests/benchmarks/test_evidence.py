@@ -30,7 +30,7 @@ from benchmarks.evidence import (
     settings_of,
 )
 
-MINUTES = 30  # of the hour that all of it may take on two slow cores; the rest takes 25
+MINUTES = 25  # of the hour that all of it may take on two cores; on slow ones the rest took 20
 START_SECONDS = 6  # of a process: imports
 
 
