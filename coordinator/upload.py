@@ -269,7 +269,10 @@ class Uploads:
         self._stored[event.round, event.site] += event.size_bytes
 
     async def _strike(self, event: ShardStored, refused: RefusedRequest) -> None:
-        """Count what only a faulty site sends; enough of it in a row means quarantine."""
+        """Count what only a faulty site sends; enough of it in a row means quarantine.
+
+        A rank whose shard came behind the last one that counted hears that its site is out.
+        """
         if refused.reason in ("corrupt", "payload", "absurd"):
             strike = ShardRefused(
                 site=event.site,
@@ -279,7 +282,7 @@ class Uploads:
                 data_cursor=event.data_cursor,
                 reason=refused.reason,
             )
-            await self._engine.submit(strike)
+            raise_refusal(await self._engine.submit(strike))
 
     def _incoming(self, header: pb.PushHeader) -> Path:
         """The digest in the name keeps uploads of other contents apart."""
