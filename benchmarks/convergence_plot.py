@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -20,6 +21,7 @@ import matplotlib.pyplot as plt
 from benchmarks.convergence_search import by_density
 from benchmarks.convergence_tables import RESULTS, Run, is_main, load
 from benchmarks.methods import METHODS, changed, config_of
+from benchmarks.picture import save
 from benchmarks.simulation import all_reduce_bytes
 from loco.layout import Layout
 from loco.outer import k_at
@@ -35,24 +37,30 @@ LOWEST_LOSS_SHOWN_TO = 3.4  # bits per byte; above it all curves fall alike
 
 def main() -> None:
     mpl.use("Agg")
+    for path, figure in figures().items():
+        save(figure, path)
+
+
+def figures() -> dict[Path, Any]:
+    """Every picture of the page, by its file."""
     runs = load()
     model = main_model(runs)
     shown = [run for run in runs if is_main(run) and run["model"] == model and run["seed"] == 0]
     shown = [run for name in SHOWN for run in shown if run["method"] == name]
-    save(progress(shown), "progress")
-    save(against_bytes(shown), "bytes")
-    save(density(), "density")
-    save(inside(shown), "feedback")
+    made = {
+        "progress": progress(shown), "bytes": against_bytes(shown), "density": density(),
+        "feedback": inside(shown),
+    }  # fmt: skip
+    return {
+        RESULTS.with_name(f"convergence_{name}_cpu_2026-11-30.png"): figure
+        for name, figure in made.items()
+    }
 
 
 def main_model(runs: list[Run]) -> str:
     """The model that most runs of the main setting trained."""
     models = [run["model"] for run in runs if is_main(run)]
     return max(set(models), key=models.count)
-
-
-def save(figure: Any, name: str) -> None:
-    figure.savefig(RESULTS.with_name(f"convergence_{name}_cpu_2026-11-30.png"), dpi=110)
 
 
 def progress(runs: list[Run]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from benchmarks.picture import save
 from benchmarks.recorded import (
     DOWNLINK,
     DOWNLINK_WAYS,
@@ -37,9 +38,17 @@ CURVES = (
 HIGHEST_LOSS_SHOWN = 3.3  # of the other ways; above it are those that diverge or drift
 
 
+PICTURE = (RESULTS / DOWNLINK).with_suffix(".png")
+
+
 def main() -> None:
     mpl.use("Agg")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
+    save(figure(), PICTURE)
+
+
+def figure() -> Any:
+    """Every way that was tried, and the curves of those that were looked at closely."""
+    made, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
     ways(left)
     by_bits(right)
     for ax in (left, right):
@@ -48,8 +57,8 @@ def main() -> None:
         ax.xaxis.set_major_formatter("{x:g}")
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig((RESULTS / DOWNLINK).with_suffix(".png"), dpi=110)
+    made.tight_layout()
+    return made
 
 
 def ways(ax: Any) -> None:

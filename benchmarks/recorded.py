@@ -23,6 +23,7 @@ WAN_AGAIN = "wan_834k_2026-12-01.json"  # by `make evidence`, on whatever machin
 OVERLAP = "overlap_cpu_2026-11-30.jsonl"
 DOWNLINK = "downlink_cpu_2026-12-01.jsonl"
 DOWNLINK_WAYS = "downlink_ways_cpu_2026-11-30.jsonl"
+SCAPE = "scape_cpu_2026-11-30.jsonl"
 SCALING = "scaling_cpu_2026-12-01.jsonl"
 SCALING_FIT = "scaling_fit_cpu_2026-12-01.jsonl"  # what the constants of loco.plan were fitted to
 RESULTS = Path(__file__).parents[1] / "docs/results"

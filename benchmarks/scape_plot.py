@@ -1,34 +1,38 @@
 """Draw the loss curves that benchmarks.scape_loss printed with --json, one line a run.
 
-python -m benchmarks.scape_plot docs/results/scape_cpu_2026-11-30.jsonl curves.png
+    python -m benchmarks.scape_plot     # docs/results/scape_cpu_2026-11-30.png
+
+Runs of seed 0: one site, and two under the outer loop.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from benchmarks.picture import save
+from benchmarks.recorded import RESULTS, SCAPE, lines_of
+
+PICTURE = (RESULTS / SCAPE).with_suffix(".png")
 LOWEST_STEP = 300  # before that all curves fall alike and would squeeze the rest
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("image", type=Path)
-    args = parser.parse_args()
-    runs = [json.loads(line) for line in args.runs.read_text().splitlines()]
     mpl.use("Agg")
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    save(figure(), PICTURE)
+
+
+def figure() -> Any:
+    """Both settings side by side."""
+    runs = lines_of(SCAPE)
+    made, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
     draw(axes[0], [r for r in runs if not r["inner_steps"]], "one site of 4 ranks")
     draw(axes[1], [r for r in runs if r["inner_steps"]], "2 sites of 2 ranks, averaged every 15")
     axes[0].set_ylabel("held-out nats a byte")
-    figure.tight_layout()
-    figure.savefig(args.image, dpi=110)
+    made.tight_layout()
+    return made
 
 
 def draw(axes: Any, runs: list[dict[str, Any]], title: str) -> None:
