@@ -21,6 +21,8 @@ import argparse
 import hashlib
 import itertools
 import json
+import platform
+import re
 import resource
 import subprocess
 import sys
@@ -165,8 +167,18 @@ def run(config: Config, method: Method, device: str = "cpu") -> dict[str, Any]:
         "k": config.codec.k,
         "tokens_per_site": total_steps(config) * config.data.batch * config.model.seq_len,
         "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        "machine": machine(device),
         **found,
     }
+
+
+def machine(device: str) -> str:
+    """Its processor, and of a CPU the widest instructions that torch uses: sums differ by them."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    said = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = said[1] if said else platform.machine()  # Arm's kernels name no model
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def toml_value(key: str, text: str) -> Any:

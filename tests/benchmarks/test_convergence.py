@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.convergence import check_device, key_of, simulated_run
+from benchmarks.convergence import check_device, key_of, run, simulated_run
 from benchmarks.convergence_search import by_density
 from benchmarks.convergence_tables import STEPS, Setting, settings
 from benchmarks.methods import METHODS, changed, config_of
@@ -52,6 +52,14 @@ def test_data_parallel_sends_a_rings_bytes_in_every_step() -> None:
     run = simulated_run(config, METHODS["ddp"])
     assert run["traces"]["bytes_up"] == [2 * run["dense_bytes"]]
     assert all_reduce_bytes(1200, 4) == 1800
+
+
+def test_a_line_says_where_it_was_made() -> None:
+    """Sums of other processors end in other digits; who compares two lines must see that."""
+    line = run(config_of_method("ddp", **{"run.rounds": 1}), METHODS["ddp"])
+    assert line["commit"]
+    assert line["machine"].endswith(f", {torch.backends.cpu.get_cpu_capability()}")
+    assert not line["machine"].startswith(",")
 
 
 def test_the_key_of_a_run_tells_methods_apart_and_forgets_defaults() -> None:
