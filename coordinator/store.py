@@ -195,7 +195,7 @@ def lock_directory(directory: Path) -> BinaryIO:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("wb")
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:  # a file in its way, no permission, read-only, full
         reason = error.strerror or "it cannot be used"
         if not directory.is_dir():
             reason = f"{error.filename}: {reason}"

@@ -117,7 +117,14 @@ class Authority:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"the authority in {directory} is damaged: {error}") from error
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        if (
+            not isinstance(key, ec.EllipticCurvePrivateKey)
+            or key.public_key() != certificate.public_key()
+        ):
+            raise ConfigError(
+                f"{directory}/ca.key is not the ECDSA key of {directory}/ca.pem: restore both from "
+                "one backup; another authority would mean new bundles for everyone"
+            )
         return cls(directory, key, certificate, issued)
 
     # --- issuing --------------------------------------------------------------------------------

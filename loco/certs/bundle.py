@@ -102,8 +102,13 @@ def _parts(
             f"{path} is not a bundle of a private key, its certificate and the authority's: "
             "loco certs issue NAME makes one"
         ) from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"the key in {path} is not ECDSA: loco certs issue NAME makes one")
+    signer = authority.public_key()
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(
+        signer, ec.EllipticCurvePublicKey
+    ):
+        raise ConfigError(
+            f"the key in {path} or its authority's is not ECDSA: loco certs issue NAME makes both"
+        )
     return key, certificate, authority
 
 

@@ -17,7 +17,12 @@ from pathlib import Path
 import pytest
 import typer
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 
 from loco import commands
 from loco.certs.authority import Authority, read_revoked
@@ -195,6 +200,20 @@ def test_a_damaged_authority_is_named(certs: Run) -> None:
     assert "the authority in certs is damaged" in certs("issue", "a")[2]
 
 
+def test_a_key_that_is_not_the_authoritys_is_named(certs: Run) -> None:
+    """Of another authority, or of another kind: what it signs nobody would accept."""
+    certs("init", "certs")
+    certs("init", "others")
+    for key in (Path("others/ca.key").read_bytes(), pem(rsa.generate_private_key(65537, 2048))):
+        Path("certs/ca.key").write_bytes(key)
+        code, _, told = certs("issue", "a")
+        assert (code, "certs/ca.key is not the ECDSA key of certs/ca.pem" in told) == (2, True)
+
+
+def pem(key: rsa.RSAPrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
 # --- bundles --------------------------------------------------------------------------------------
 
 
@@ -215,6 +234,7 @@ def test_every_bad_bundle_is_refused_by_what_is_wrong(certs: Run) -> None:
     certs("init", "others", "--site", "a")
     a, b, others = "certs/a.pem", "certs/b.pem", "others/a.pem"
     key, certificate, authority = (part(a, i) for i in range(3))
+    rsa_key = pem(rsa.generate_private_key(65537, 2048)).decode()
     for parts, says in (
         ((), "is not a bundle"),
         (("rubbish",), "is not a bundle"),
@@ -222,6 +242,7 @@ def test_every_bad_bundle_is_refused_by_what_is_wrong(certs: Run) -> None:
         ((key, certificate), "is not a bundle"),
         ((key, part(b, 1), authority), "is not that of its certificate"),
         ((key, certificate, part(others, 2)), "was not issued by the authority"),
+        ((rsa_key, certificate, authority), "is not ECDSA"),
     ):
         with pytest.raises(ConfigError, match=says):
             read_bundle(spoiled(*parts))
