@@ -22,6 +22,7 @@ from coordinator.beats import plain
 from coordinator.events import (
     Event,
     Heard,
+    HoldChanged,
     Recovered,
     RoundClosed,
     RoundCommitted,
@@ -151,6 +152,8 @@ class Monitor:
             case SiteReturned():
                 self._appear(event.site)
                 self._note("returned", f"site {event.site} is heard of again", site=event.site)
+            case HoldChanged(hold="none"):
+                self.metrics.run.progress_at.set(now)  # else the pause would be in it
             case SiteQuarantined():
                 self._departed(event.site, "quarantined", "too many refused contributions in a row")
         if (order := order_words(event)) is not None:
@@ -336,15 +339,14 @@ class Monitor:
 
     def _take_reports(self, site: str, beat: pb.HeartbeatRequest) -> None:
         for report in beat.reports:
-            self.history.tell(
-                site,
-                report.round,
-                train_bits_per_byte=report.train_bits_per_byte,
-                ef_norm=report.ef_norm,
-            )
+            self.history.tell(site, report.round, ef_norm=report.ef_norm)
+            if report.HasField("train_bits_per_byte"):
+                loss = report.train_bits_per_byte
+                self.history.tell(site, report.round, train_bits_per_byte=loss)
             sites = self.metrics.sites
             sites.ef_norm.labels(site).set(report.ef_norm)
-            sites.grad_norm.labels(site).set(report.grad_norm)
+            if report.HasField("grad_norm"):
+                sites.grad_norm.labels(site).set(report.grad_norm)
             sites.mask_density.labels(site).set(report.mask_density)
         for measured in beat.evaluations:
             self.history.tell(RUN, measured.round, validation_bits_per_byte=measured.bits_per_byte)

@@ -152,7 +152,8 @@ class RunMetrics:
         self.rounds = counter("loco_rounds_total", "Outer rounds committed by this process.")
         self.progress_at = gauge(
             "loco_progress_timestamp_seconds",
-            "When the last round was committed, or else this process started.",
+            "When the last round was committed or an operator let the run go on, or else this "
+            "process started.",
         )
         self.finished = gauge("loco_run_finished", "1 when the run has had all its rounds, else 0.")
         self.sites = gauge(

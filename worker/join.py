@@ -19,7 +19,7 @@ import torch.distributed as dist
 from prometheus_client import CollectorRegistry
 from torch import nn
 
-from loco.errors import ConfigError
+from loco.errors import ConfigError, NonFiniteError
 from loco.inner.groups import Group
 from loco.metrics import Catalogue, WireMetrics
 from loco.model import bare, check_trainable
@@ -143,13 +143,20 @@ class _Rounds(threading.Thread):
         try:
             self.worker.run()
         except Left:
-            if self._site.leads:
-                self._session.leave("the training loop has left")
+            self._say_goodbye("the training loop has left")
+        except NonFiniteError as caught:
+            self._say_goodbye(str(caught))
+            error = caught
         except BaseException as caught:  # raised in the user's thread
             error = caught
         self._session.close()
         self._site.group.drop()  # the process group is the user's to destroy
         self._baton.end(error)
+
+    def _say_goodbye(self, reason: str) -> None:
+        """Else the others wait for the site until it counts as lost."""
+        if self._site.speaks_last():
+            self._session.leave(reason)
 
 
 class Outer:
@@ -160,11 +167,7 @@ class Outer:
         self._guest = guest
         self._baton = baton
         rounds.start()
-        try:
-            self._going = baton.await_word()
-        except BaseException:  # Ctrl+C while others are waited for
-            self.leave()
-            raise
+        self._going = self._await_word()
 
     def __enter__(self) -> Outer:
         return self
@@ -189,15 +192,27 @@ class Outer:
 
         Raises:
             RefusedError, UnreachableError: the site is out of the run; parameters are as they are.
-            NonFiniteError: a parameter or the loss is not finite; nothing of it was sent.
+            NonFiniteError: a parameter or the loss is not finite; nothing of it was sent, and the
+                site has left.
         """
         if tokens < 1:
             raise ConfigError(f"tokens is {tokens}; it must be at least 1: the site's weight")
         if self._going:
             self._going = False  # whatever is raised: no further step is wanted
             self._baton.give(Made(tokens=tokens, loss=loss))
-            self._going = self._baton.await_word()
+            self._going = self._await_word()
         return self._going
+
+    def _await_word(self) -> bool:
+        """Whether another step is wanted; what is raised here ends the membership, as `with` does.
+
+        Ctrl+C comes here where others are waited for: the rounds must not outlive it.
+        """
+        try:
+            return self._baton.await_word()
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Leave the run; inner steps since the last exchange stay in this replica only."""

@@ -247,14 +247,13 @@ class Worker(Entry):
         in_site_bytes: float,
     ) -> None:
         """What people want to know of this round, summed over the ranks, into the next beat."""
-        loss = contribution.local.train_bits_per_byte
         with self._pulse.edit() as beat:
             beat.reports.add(
                 round=contribution.header.round,
-                train_bits_per_byte=math.nan if loss is None else loss,
+                train_bits_per_byte=_if_known(contribution.local.train_bits_per_byte),
                 ef_norm=math.sqrt(ef_norm_sq),
                 mask_density=self._trainer.mask_density,
-                grad_norm=self._trainer.optimizer.last_grad_norm,
+                grad_norm=_if_known(self._trainer.optimizer.last_grad_norm),
             )
             beat.totals.skipped_steps = self._trainer.optimizer.skipped_steps
             beat.step_seconds = self._trainer.seconds_a_step
@@ -486,3 +485,8 @@ class Worker(Entry):
 
 def _ask_again() -> pb.WaitRoundResponse:
     return pb.WaitRoundResponse(directive=pb.DIRECTIVE_WAIT)
+
+
+def _if_known(value: float | None) -> float | None:
+    """A field of a message: one that holds NaN would cost the whole entry."""
+    return value if value is not None and math.isfinite(value) else None

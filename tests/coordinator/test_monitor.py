@@ -358,6 +358,15 @@ def test_every_order_is_counted_and_noted(pair: Play) -> None:
     assert pair.value("loco_run_held") == 1
 
 
+def test_a_pause_is_no_time_without_progress(pair: Play) -> None:
+    """Or a run that goes on after a long one would page at once."""
+    pair.submit(HoldChanged(hold="paused"))
+    before = pair.value("loco_progress_timestamp_seconds")
+    pair.now += 7200.0
+    pair.submit(HoldChanged(hold="none"))
+    assert pair.value("loco_progress_timestamp_seconds") == pair.now != before
+
+
 def test_a_changed_alpha_is_shown_from_the_round_that_it_holds_for(pair: Play) -> None:
     pair.submit(SettingChanged(key="outer.alpha", value=0.5))
     assert pair.value("loco_outer_alpha") == 1.0

@@ -174,7 +174,7 @@ def test_recording_rule_returns_data(scene: Scene, rule: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("rule", rules("alerts.yml"), ids=lambda rule: rule["alert"])
 def test_alert_reads_data_and_does_not_fire(scene: Scene, rule: dict[str, Any]) -> None:
-    selectors = re.findall(r"(?:\b(?:loco|site|run|up)[\w:]*)(?:\{[^}]*\})?", rule["expr"])
+    selectors = re.findall(r"(?:\b(?:loco|site|run|up|process)[\w:]*)(?:\{[^}]*\})?", rule["expr"])
     for selector in selectors:
         assert _has_numbers(scene.over_the_run(selector)), selector
     assert not scene.at_the_end(f'ALERTS{{alertname="{rule["alert"]}",alertstate="firing"}}')

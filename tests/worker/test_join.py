@@ -305,7 +305,7 @@ def test_a_loss_that_is_not_finite_ends_the_site_and_nothing_was_sent(tmp_path: 
             outer.step(tokens=1, loss=float("nan"))
         assert outer.finished
         assert tokens(coordinator) == []
-        outer.leave()
+        eventually(lambda: coordinator.state.sites["paris"].status == "left", "it said goodbye")
 
 
 def test_leaving_early_says_goodbye_and_an_exception_does_too(tmp_path: Path) -> None:
@@ -360,6 +360,43 @@ def test_who_leaves_while_others_are_waited_for_need_not_wait(tmp_path: Path) ->
         interrupting.join()
         assert coordinator.state.sites["paris"].incarnation == 2
         assert coordinator.state.sites["paris"].status == "left"
+
+
+def test_ctrl_c_in_a_step_ends_a_site_that_is_no_context_manager(tmp_path: Path) -> None:
+    """Else its process never ends: one thread waits for the round, one says that the site lives."""
+    config = own_run(tmp_path, quorum={"min_sites": 1})
+    with run_of(config, tmp_path / "state") as coordinator:
+        outer = loco.join(coordinator.address, site="paris", model=own_model())
+        control(coordinator.address, "pause", None)
+
+        def interrupt() -> None:
+            eventually(lambda: coordinator.state.round == 1, "the round is over, none opens")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt)
+        with ctrl_c_interrupts():
+            interrupting.start()
+            with pytest.raises(KeyboardInterrupt):
+                [outer.step(tokens=1) for _ in range(2 * H)]
+        interrupting.join()
+        assert outer.finished
+        assert coordinator.state.sites["paris"].status == "left"
+        assert not [thread for thread in threading.enumerate() if thread.name == "loco rounds"]
+
+
+def test_a_loop_that_knows_no_loss_is_seen_all_the_same(tmp_path: Path) -> None:
+    with run_of(own_run(tmp_path), tmp_path / "state") as coordinator:
+        with loco.join(coordinator.address, site="paris", model=own_model()) as outer:
+            while outer.step(tokens=1):
+                pass
+
+        def told(name: str) -> float | None:
+            return coordinator.running.monitor.registry.get_sample_value(name, {"site": "paris"})
+
+        eventually(lambda: told("loco_mask_density_ratio") == 1, "its rounds are reported")
+        assert told("loco_ef_norm") == 0  # nothing was trained
+        assert told("loco_train_bits_per_byte") is None
+        assert told("loco_grad_norm") is None
 
 
 def test_files_of_parameters_that_are_none(tmp_path: Path) -> None:

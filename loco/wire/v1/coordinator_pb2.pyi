@@ -621,27 +621,36 @@ class RoundReport(_message.Message):
     round: _builtins.int
     """The round."""
     train_bits_per_byte: _builtins.float
-    """Mean training loss, bits per byte."""
+    """Mean training loss, bits per byte; absent where nobody measures it, or it was not finite."""
     ef_norm: _builtins.float
     """Euclidean norm of the error feedback that stays at the site, over all ranks."""
     mask_density: _builtins.float
     """Share of the gradient's positions that the ranks exchanged in the last inner step."""
     grad_norm: _builtins.float
-    """Euclidean norm of the last inner step's gradient, before clipping."""
+    """Euclidean norm of the last inner step's gradient, before clipping; absent where nobody measures
+    it, or that step was skipped.
+    """
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
-        train_bits_per_byte: _builtins.float = ...,
+        train_bits_per_byte: _builtins.float | None = ...,
         ef_norm: _builtins.float = ...,
         mask_density: _builtins.float = ...,
-        grad_norm: _builtins.float = ...,
+        grad_norm: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_train_bits_per_byte", b"_train_bits_per_byte", "grad_norm", b"grad_norm", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ef_norm", b"ef_norm", "grad_norm", b"grad_norm", "mask_density", b"mask_density", "round", b"round", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_train_bits_per_byte", b"_train_bits_per_byte", "ef_norm", b"ef_norm", "grad_norm", b"grad_norm", "mask_density", b"mask_density", "round", b"round", "train_bits_per_byte", b"train_bits_per_byte"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
+    _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015
+    _WhichOneofReturnType__train_bits_per_byte: _TypeAlias = _typing.Literal["train_bits_per_byte"]  # noqa: Y015
+    _WhichOneofArgType__train_bits_per_byte: _TypeAlias = _typing.Literal["_train_bits_per_byte", b"_train_bits_per_byte"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grad_norm) -> _WhichOneofReturnType__grad_norm | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__train_bits_per_byte) -> _WhichOneofReturnType__train_bits_per_byte | None: ...
 
 Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
 
