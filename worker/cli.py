@@ -70,7 +70,8 @@ Lighthouse = Annotated[
     typer.Option(metavar="HOST:PORT", help="torchft: the site's lighthouse; else started."),
 ]
 SiteRanks = Annotated[
-    int | None, typer.Option(help="torchft: ranks on all nodes of the site. Default --ranks.")
+    int | None,
+    typer.Option(min=1, help="torchft: ranks on all nodes of the site. Default --ranks."),
 ]
 FirstRank = Annotated[int, typer.Option(min=0, help="torchft: the lowest of this node's ranks.")]
 Interface = Annotated[
@@ -141,12 +142,19 @@ def worker(
     from worker.options import Elastic, Options, check_metrics, check_rate
 
     elastic = None
-    if _tolerates_faults(fault_tolerance):
+    here = ranks or 1
+    everywhere = site_ranks or here
+    if first_rank + here > everywhere:
+        raise ConfigError(
+            f"--first-rank {first_rank} with --ranks {here} is not possible: the site has "
+            f"{everywhere} ranks (--site-ranks), 0 to {everywhere - 1}"
+        )
+    if _tolerates_faults(fault_tolerance, alone=here == everywhere):
         elastic = Elastic(
             lighthouse=lighthouse,
-            local_ranks=ranks or 1,
+            local_ranks=here,
             first_rank=first_rank,
-            site_ranks=site_ranks or ranks or 1,
+            site_ranks=everywhere,
             interface=interface,
             rank_timeout_seconds=rank_timeout,
             heal_seconds=heal_seconds,
@@ -189,6 +197,12 @@ def _start(options: Options, *, num_local: int) -> None:
     if options.elastic is not None and "LOCO_LIGHTHOUSE" not in os.environ:
         from worker.elastic.supervisor import supervise
 
+        here, everywhere = options.elastic.local_ranks, options.elastic.site_ranks
+        if here < everywhere and options.elastic.lighthouse is None:
+            raise ConfigError(
+                f"--site-ranks {everywhere} is more than --ranks {here}: the nodes of a site need "
+                "--lighthouse HOST:PORT, the same for all, see docs/torchft.md"
+            )
         start_logging(options.site)
         sys.exit(supervise(options))
     if options.elastic is None and num_local > 1:
@@ -203,22 +217,35 @@ def _start(options: Options, *, num_local: int) -> None:
     end_with(lambda: run_rank(options))
 
 
-def _tolerates_faults(choice: str) -> bool:
-    """Whether ranks may die; without torchft a site runs on a static group and says so once."""
+def _tolerates_faults(choice: str, *, alone: bool) -> bool:
+    """Whether ranks may die; without torchft a site runs on a static group and says so once.
+
+    Args:
+        alone: all ranks of the site are of this node: others would each be the whole site.
+    """
     if choice not in ("none", "torchft"):
         raise ConfigError(f"--fault-tolerance {choice!r} is not known: use torchft or none")
     if choice == "none":
         return False
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    from worker.environment import number_from
+
+    supervised = "LOCO_LIGHTHOUSE" in os.environ
+    if "TORCHELASTIC_RUN_ID" in os.environ or (not supervised and number_from("WORLD_SIZE", 1) > 1):
         raise ConfigError(
-            "--fault-tolerance torchft does not go with torchrun, which ends all ranks when one "
-            "dies: use `loco worker --ranks N` on every node, see docs/torchft.md"
+            "--fault-tolerance torchft does not go with torchrun or another launcher of ranks "
+            "(WORLD_SIZE is set), which end all ranks when one dies: use `loco worker --ranks N` "
+            "on every node, see docs/torchft.md"
         )
     from worker.elastic.quorum import MISSING, is_installed
 
     if os.environ.pop(CRASHES_TORCHFT, None) is not None:
         start_logging("worker")
         log.warning("%s is set and left out: torchft fails at its import with it", CRASHES_TORCHFT)
+    if not is_installed() and not alone:
+        raise ConfigError(
+            f"{MISSING}: without it a site of several nodes needs torchrun, and no "
+            "--fault-tolerance, --site-ranks and --first-rank"
+        )
     if not is_installed():
         start_logging("worker")
         log.warning("%s: this site runs on a static group, a dead rank ends it", MISSING)

@@ -163,6 +163,44 @@ def test_otel_which_ends_the_import_of_torchft_is_left_out_with_a_line(
     monkeypatch.setattr("worker.elastic.quorum.is_installed", lambda: True)
     monkeypatch.setattr("worker.cli.start_logging", lambda _who: None)
     monkeypatch.setenv("TORCHFT_USE_OTEL", "true")
-    assert _tolerates_faults(choice) == (choice == "torchft")
+    assert _tolerates_faults(choice, alone=True) == (choice == "torchft")
     assert ("TORCHFT_USE_OTEL is set and left out" in caplog.text) == (choice == "torchft")
     assert ("TORCHFT_USE_OTEL" in os.environ) == (choice == "none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--site-ranks -3", "--site-ranks"),
+        ("--ranks 4 --site-ranks 2", "--first-rank 0 with --ranks 4 is not possible"),
+        ("--ranks 4 --site-ranks 16 --first-rank 14", "--first-rank 14 with --ranks 4"),
+        ("--ranks 8 --site-ranks 16", "need --lighthouse HOST:PORT"),
+    ],
+)
+def test_ranks_that_no_site_can_have_are_refused(
+    flags: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--coordinator", "127.0.0.1:1", "--site", "paris"]
+    assert run(app, [*arguments, "--fault-tolerance", "torchft", *flags.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_each_task_of_a_launcher_would_be_a_site_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under deploy/slurm: all of one name, each ending the one before."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="another launcher"):
+        _tolerates_faults("torchft", alone=True)
+    monkeypatch.setenv("LOCO_LIGHTHOUSE", "127.0.0.1:1")  # a rank of our own supervisor
+    assert _tolerates_faults("torchft", alone=True)
+
+
+def test_without_torchft_the_nodes_of_a_site_are_not_sites_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.elastic.quorum.is_installed", lambda: False)
+    monkeypatch.setattr("worker.cli.start_logging", lambda _who: None)
+    assert not _tolerates_faults("torchft", alone=True)
+    with pytest.raises(ConfigError, match="a site of several nodes needs torchrun"):
+        _tolerates_faults("torchft", alone=False)
