@@ -57,6 +57,7 @@ def train(coordinator: str, site: str) -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     bundle = os.environ.get("LOCO_BUNDLE")
+    said = "nothing left to train"  # where the run is finished already
     with loco.join(
         coordinator, site=site, model=model, optimizer=optimizer, bundle=bundle
     ) as outer:
@@ -66,7 +67,8 @@ def train(coordinator: str, site: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             outer.step(tokens=BATCH * LENGTH, loss=loss.item())
-    print(f"site {site} rank {rank}: round {outer.round}, loss {loss.item():.3f}")
+            said = f"loss {loss.item():.3f}"
+    print(f"site {site} rank {rank}: round {outer.round}, {said}")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from loco.data.corpus import speeches
+from loco.tokens.sources import cut_items
 
 END = "<|end|>"
 ADDRESS = "127.0.0.1:{port}"
@@ -97,15 +97,9 @@ def train_tokenizer(texts: list[str], path: Path, vocab_size: int) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(lines(texts), trainer)
+    items = cut_items(texts, field="text", item_bytes=1 << 24)
+    tokenizer.train_from_iterator((text for item in items for text in item.documents()), trainer)
     tokenizer.save(str(path))
-
-
-def lines(texts: list[str]) -> Iterator[str]:
-    for text in map(Path, texts):
-        for path in [text] if text.is_file() else sorted(text.rglob("*.*")):
-            with path.open(encoding="utf-8") as file:
-                yield from file
 
 
 def train(config: Path, state: Path, address: str) -> None:
@@ -120,8 +114,11 @@ def train(config: Path, state: Path, address: str) -> None:
             start("worker", "--coordinator", address, "--site", name, "--threads", "1")
             for name in ("paris", "oslo")
         ]
-        codes = [site.wait() for site in sites]
-        assert codes == [0, 0], f"the sites ended with {codes}"
+        while any(site.poll() is None for site in sites):
+            codes = [process.poll() for process in (coordinator, *sites)]
+            assert not any(codes), f"coordinator and sites ended with {codes}"
+            time.sleep(0.5)
+        assert not any(site.poll() for site in sites), "a site failed"
     finally:
         for process in (*sites, coordinator):
             process.terminate()

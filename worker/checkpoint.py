@@ -115,9 +115,10 @@ class Checkpoints:
         """Every rank calls it, at the same position, with its own state and rows.
 
         Raises:
-            CheckpointError: it could not be written, on all ranks alike; nothing of it is left.
+            CheckpointError: it could not be written, or the optimizer holds what cannot be, on all
+                ranks alike; nothing of it is left.
         """
-        structure, parts = pack_structure(optimizer)
+        structure, parts = self._site.together(lambda: pack_structure(optimizer))
         mine = json.dumps([rows.start, structure]).encode()
         ranks = [json.loads(packed) for packed in self._site.gather_bytes(mine)]
         manifest = Manifest(

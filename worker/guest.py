@@ -100,7 +100,7 @@ class UsersOptimizer:
     """State of a user's optimizer for the site's checkpoint; it is never stepped from here."""
 
     skipped_steps = 0
-    last_grad_norm = None
+    last_grad_norm = math.nan
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from loco.errors import ConfigError, LocoError, NonFiniteError
 from loco.metrics import Catalogue, WireMetrics
 from loco.processes import ignore_interrupts
-from loco.wire.protocol import split_address
+from loco.wire.protocol import BLOCK_BYTES, split_address
 from worker.elastic.host import Rules
 from worker.elastic.outer import ReplicatedExchange
 from worker.environment import number_from
@@ -20,6 +21,7 @@ from worker.loop import Worker
 from worker.options import Options
 from worker.session import Session
 from worker.site import Site, pick_device
+from worker.stall import STALL_SECONDS
 
 START_SECONDS = 60.0  # a site without state waits so long for all its ranks
 
@@ -37,7 +39,7 @@ def run_rank(options: Options) -> None:
         options.patience_seconds,
         wire,
         options.access,
-        None if options.max_mbit is None else options.max_mbit * 1e6 / 8 / site.num_shards,
+        bytes_per_second(options.max_mbit, site.num_shards),
         site.num_shards,
     )
     try:
@@ -59,10 +61,24 @@ def run_rank(options: Options) -> None:
         session.close()
 
 
+def bytes_per_second(max_mbit: float | None, num_ranks: int) -> float | None:
+    """What one rank's transfers may take; ConfigError where a block would take too long."""
+    if max_mbit is None:
+        return None
+    rate, least = max_mbit * 1e6 / 8 / num_ranks, 2 * BLOCK_BYTES / STALL_SECONDS
+    if rate < least:
+        raise ConfigError(
+            f"--max-mbit {max_mbit:g} is too little for {num_ranks} ranks: a transfer that takes "
+            f"{STALL_SECONDS:.0f} s for a block counts as one that stands still; give at least "
+            f"{math.ceil(8e-4 * least * num_ranks) / 100:g}"
+        )
+    return rate
+
+
 def _join(options: Options) -> Site:
     """The static group of torchrun's environment, or a member of a site that may change."""
     if options.elastic is None:
-        return Site.join(options.device)
+        return Site.join(options.device, options.patience_seconds)
     from worker.elastic.site import ElasticSite
 
     return ElasticSite(

@@ -27,7 +27,15 @@ from worker.environment import number_from
 
 T = TypeVar("T")
 
-COLLECTIVE_TIMEOUT = timedelta(hours=2)  # others wait in one while a rank waits for the coordinator
+SHORTEST_WAIT = timedelta(hours=2)
+LONGEST_WAIT = timedelta(days=365)
+MARGIN_SECONDS = 600.0  # for what a rank does after it gave the coordinator up, and all are told
+
+
+def longest_collective(patience_seconds: float) -> timedelta:
+    """The others wait in a collective while a rank waits for the coordinator: so long, and more."""
+    seconds = min(patience_seconds + MARGIN_SECONDS, LONGEST_WAIT.total_seconds())
+    return max(SHORTEST_WAIT, timedelta(seconds=seconds))
 
 
 class MembersChanged(Exception):  # noqa: N818  # not an error: the site meets, and goes on
@@ -51,8 +59,12 @@ class Site:
         """In how many parts a rank uploads what it contributes."""
 
     @classmethod
-    def join(cls, device_name: str) -> Site:
-        """Form the site from torchrun's environment (RANK, WORLD_SIZE, ...), or a world of one."""
+    def join(cls, device_name: str, patience_seconds: float = 0.0) -> Site:
+        """Form the site from torchrun's environment (RANK, WORLD_SIZE, ...), or a world of one.
+
+        Args:
+            patience_seconds: how long one rank may wait for the coordinator, >= 0.
+        """
         device = pick_device(device_name)
         world = number_from("WORLD_SIZE", 1)
         if world > 1:
@@ -61,7 +73,7 @@ class Site:
                 init_method=os.environ.get("LOCO_INIT_METHOD", "env://"),
                 rank=number_from("RANK"),
                 world_size=world,
-                timeout=COLLECTIVE_TIMEOUT,
+                timeout=longest_collective(patience_seconds),
             )
         return cls(device, Group())
 

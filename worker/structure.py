@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco.errors import LocoError
+from loco.errors import CheckpointError
 
 
 def pack_structure(state: Any) -> tuple[Any, list[Tensor]]:
     """JSON-able structure, and the tensors in the order of their places in it.
 
     Dicts become lists of pairs, because optimizer states have integer keys.
+
+    Raises:
+        CheckpointError: the state holds what is neither a tensor nor plain data; names its type.
     """
     tensors: list[Tensor] = []
 
@@ -27,7 +30,9 @@ def pack_structure(state: Any) -> tuple[Any, list[Tensor]]:
             return {type(value).__name__: [pack(item) for item in value]}
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise LocoError(f"a state of type {type(value).__name__} cannot be put into a checkpoint")
+        raise CheckpointError(
+            f"a state of type {type(value).__name__} cannot be put into a checkpoint"
+        )
 
     return pack(state), tensors
 

@@ -32,8 +32,8 @@ class Observed(Protocol):
     """What the rounds want to know and keep of an inner optimizer."""
 
     skipped_steps: int
-    last_grad_norm: float | None
-    """Before clipping; None where nobody measures it, not finite where the step was skipped."""
+    last_grad_norm: float
+    """Before clipping; not finite where nobody measures it, or the step was skipped."""
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank, for the site's checkpoint."""

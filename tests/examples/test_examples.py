@@ -5,10 +5,13 @@ Run alone: pytest tests/examples/test_examples.py
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import transformers
 from support.cluster import free_port
@@ -22,7 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_own_text(tmp_path: Path) -> None:
-    texts = [str(path) for year, path in speeches() if 1900 <= year < 1908]
+    """Text, lines of JSON and a parquet file: all that its first lines promise."""
+    years = [path for year, path in speeches() if 1900 <= year < 1908]
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": years[0].read_text()}) + "\n")
+    table = pyarrow.table({"text": [years[1].read_text()]})
+    pyarrow.parquet.write_table(table, tmp_path / "two.parquet")
+    texts = list(map(str, [tmp_path / "one.jsonl", tmp_path / "two.parquet", *years[2:]]))
     work = tmp_path / "own"
     done = subprocess.run(
         [

@@ -48,6 +48,9 @@ def test_two_sites_one_of_them_with_two_ranks_under_ddp(tmp_path: Path) -> None:
         assert two.wait() == 0, two.output
         status = cluster.status()
         assert status["phase"] == "finished"
+        again = cluster.start("again", [python, str(EXAMPLE), "train", cluster.address, "paris"])
+        assert again.wait() == 0, again.output
+        assert f"site paris rank 0: round {ROUNDS}, nothing left to train" in again.output
         sites = {site["name"]: site for site in status["sites"]}
         assert {site["theta_digest"] for site in sites.values()} == {status["theta_digest"]}
         assert sites["paris"]["tokens"] == ROUNDS * H * PER_STEP

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,13 +39,26 @@ def checkpoints(directory: Path, site: Site | None = None) -> Checkpoints:
     return Checkpoints(directory, site, run_id="run", name="paris")
 
 
-def save(directory: Path, round_: int = AT.round, site: Site | None = None) -> None:
+def save(
+    directory: Path,
+    round_: int = AT.round,
+    site: Site | None = None,
+    optimizer: dict[str, Any] = OPTIMIZER,
+) -> None:
     here = checkpoints(directory, site)
     rows = torch.ones(4096)
     state = OuterState(theta=rows, error_feedback=2 * rows, params=3 * rows)
     first = site.rank if site else 0
     at = replace(AT, round=round_)
-    here.save(at, state, OPTIMIZER, range(first, first + 1), num_rows=site.num_ranks if site else 1)
+    here.save(at, state, optimizer, range(first, first + 1), num_rows=site.num_ranks if site else 1)
+
+
+def test_an_optimizer_that_holds_an_object_is_a_checkpoint_that_fails(tmp_path: Path) -> None:
+    """The site goes on, as on a full disk; it would end at the first checkpoint otherwise."""
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="a state of type PosixPath cannot"):
+        save(tmp_path, 4, optimizer={"state": {0: {"log": Path("x")}}})
+    assert [path.name for path in tmp_path.iterdir()] == ["round-00000003"]
 
 
 @contextlib.contextmanager

@@ -14,9 +14,12 @@ import typer
 
 from loco.cli import run
 from loco.errors import ConfigError
+from loco.wire.protocol import BLOCK_BYTES
 from worker.__main__ import app
 from worker.cli import _tolerates_faults
 from worker.options import Elastic, Options
+from worker.rank import bytes_per_second
+from worker.stall import STALL_SECONDS
 
 MINIMAL = Options(
     coordinator="example.org:29400",
@@ -204,3 +207,13 @@ def test_without_torchft_the_nodes_of_a_site_are_not_sites_of_their_own(
     assert not _tolerates_faults("torchft", alone=True)
     with pytest.raises(ConfigError, match="a site of several nodes needs torchrun"):
         _tolerates_faults("torchft", alone=False)
+
+
+def test_a_rate_at_which_transfers_would_count_as_stalled_is_refused() -> None:
+    assert bytes_per_second(None, 64) is None
+    assert bytes_per_second(80.0, 8) == 1.25e6
+    with pytest.raises(ConfigError, match=r"--max-mbit 2.2 .* 64 ranks") as told:
+        bytes_per_second(2.2, 64)
+    enough = bytes_per_second(float(str(told.value).split()[-1]), 64)
+    assert enough is not None
+    assert BLOCK_BYTES / enough < STALL_SECONDS

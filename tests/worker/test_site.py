@@ -5,13 +5,16 @@ Compared with: the same work done by one rank. Run alone: pytest tests/worker/te
 
 from __future__ import annotations
 
+import math
 import os
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.contributing import contribute
 from support.ranks import spawn_ranks
 from support.runs import config_of
@@ -23,7 +26,7 @@ from loco.inner.groups import Group
 from loco.layout import CHUNK
 from loco.model import layout_of, pack
 from worker.exchange import Exchange
-from worker.site import Site
+from worker.site import Site, longest_collective
 
 RANKS = 3
 
@@ -54,6 +57,12 @@ def exchange_a_round(site: Site, update: bytes | None) -> tuple[str, bytes, byte
     return digest, body, pack(model, layout).tobytes()
 
 
+@pytest.mark.parametrize("patience", [0.0, 3600.0, 7200.0, 14400.0, math.inf])
+def test_the_others_wait_longer_than_a_rank_for_the_coordinator(patience: float) -> None:
+    """Or they would blame that rank, and the coordinator's absence would be nobody's."""
+    assert longest_collective(patience) >= timedelta(seconds=min(patience, 3e7), minutes=10)
+
+
 def check(rank: int, folder: str) -> None:
     """Everything that a rank checks; an assertion that fails here fails the test."""
     torch.set_num_threads(1)
@@ -63,7 +72,10 @@ def check(rank: int, folder: str) -> None:
         "LOCO_INIT_METHOD": f"file://{folder}/rendezvous",
     }
     with mock.patch.dict(os.environ, environment):
-        site = Site.join("cpu")
+        site = Site.join("cpu", patience_seconds=4 * 3600.0)
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == longest_collective(4 * 3600.0) > timedelta(hours=4)
     assert (site.rank, site.num_ranks, site.leads) == (rank, RANKS, rank == 0)
     assert site.gather_bytes(b"x" * rank) == [b"", b"x", b"xx"]
     assert site.gather_bytes(b"") == [b""] * RANKS

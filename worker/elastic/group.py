@@ -15,7 +15,6 @@ from loco.inner.groups import Group
 from worker.site import MembersChanged
 
 FORM_SECONDS = 10.0  # members that have just met connect to each other
-OPERATION = timedelta(hours=2)  # a lost member is noticed by the watch, not by a slow collective
 POLL = timedelta(seconds=0.25)
 
 
@@ -36,12 +35,20 @@ class ElasticGroup(Group):
 
     @classmethod
     def form(
-        cls, device: torch.device, *, name: str, store: str, rank: int, size: int
+        cls,
+        device: torch.device,
+        *,
+        name: str,
+        store: str,
+        rank: int,
+        size: int,
+        longest: timedelta,
     ) -> ElasticGroup:
         """Connect to the other members, who call it too.
 
         Args:
             store: HOST:PORT of a TCPStore that all members reach.
+            longest: of a collective; a lost member is noticed by the watch, before that.
 
         Raises:
             MembersChanged: one of them did not come.
@@ -51,7 +58,7 @@ class ElasticGroup(Group):
         process_group = _process_group(device)
         try:
             process_group.configure(f"{store}/{name}", f"{rank}", rank, size)
-            process_group.parent._get_backend(device)._set_default_timeout(OPERATION)
+            process_group.parent._get_backend(device)._set_default_timeout(longest)
         except (RuntimeError, dist.DistError) as error:
             raise MembersChanged(f"the group did not form: {error}") from error
         return cls(process_group, name=name, rank=rank)

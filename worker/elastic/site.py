@@ -44,7 +44,7 @@ from worker.elastic.quorum import Lighthouse, Member, Quorum
 from worker.elastic.watch import Watch
 from worker.elastic.wire import WireError, receive_frame, send_frame
 from worker.progress import pack, unpack
-from worker.site import MembersChanged, Site
+from worker.site import MembersChanged, Site, longest_collective
 
 log = logging.getLogger("loco.worker")
 
@@ -73,6 +73,7 @@ class ElasticSite(Site):
         super().__init__(device, ElasticGroup(None, name="", rank=0))
         self._rules = rules
         self._rank_timeout_seconds = rank_timeout_seconds
+        self._longest_collective = longest_collective(patience_seconds)
         self._shard_backup = shard_backup
         self._host = Host(interface, rules)
         self._host.on_alarm = self._alarmed
@@ -393,7 +394,12 @@ class ElasticSite(Site):
         """Connect, move the shards to their new ranks, and vote."""
         rank, size = members.index(self.me), len(members)
         group = ElasticGroup.form(
-            self.device, name=plan.name, store=plan.store, rank=rank, size=size
+            self.device,
+            name=plan.name,
+            store=plan.store,
+            rank=rank,
+            size=size,
+            longest=self._longest_collective,
         )
         group.bytes_sent = self.group.bytes_sent
         optimizer = replica.optimizer

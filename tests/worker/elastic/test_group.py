@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from worker.site import MembersChanged
 
 pytest.importorskip("torchft", reason="torchft has no wheel for this machine")
 CPU = torch.device("cpu")
+HOUR = timedelta(hours=1)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def form(store: dist.TCPStore, name: str, size: int = 2) -> list[ElasticGroup]:
 
     def member(rank: int) -> ElasticGroup:
         address = f"127.0.0.1:{store.port}"
-        return ElasticGroup.form(CPU, name=name, store=address, rank=rank, size=size)
+        return ElasticGroup.form(CPU, name=name, store=address, rank=rank, size=size, longest=HOUR)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(member, range(size)))
@@ -107,9 +109,11 @@ def test_a_member_that_does_not_come_forms_no_group(
 ) -> None:
     monkeypatch.setattr("worker.elastic.group.FORM_SECONDS", 1.0)
     with pytest.raises(MembersChanged, match="did not form"):
-        ElasticGroup.form(CPU, name="a", store=f"127.0.0.1:{store.port}", rank=0, size=2)
+        ElasticGroup.form(
+            CPU, name="a", store=f"127.0.0.1:{store.port}", rank=0, size=2, longest=HOUR
+        )
 
 
 def test_alone_there_is_nobody_to_lose() -> None:
-    alone = ElasticGroup.form(CPU, name="a", store="nowhere:1", rank=0, size=1)
+    alone = ElasticGroup.form(CPU, name="a", store="nowhere:1", rank=0, size=1, longest=HOUR)
     assert summed(alone) == 1.0
