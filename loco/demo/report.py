@@ -37,7 +37,8 @@ class SiteResult:
     contribution_bytes: int
     """Payload of the last round, all ranks."""
     in_site_bytes_per_step: int
-    """What one rank hands to the collectives of its site in an inner step, counted there."""
+    """What one rank hands to the collectives of its site, the exchange's own included, over the
+    inner steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
